@@ -1,0 +1,148 @@
+"""nn.Module -> `Captured`: trace, read the descriptors, bring to normal form, find the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from autopar._compat import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from autopar.capture.blocks import block_classes, label
+from autopar.capture.graph import Buffer, Captured, Output, Parameter, spec_of
+from autopar.capture.normalize import aten, normalize
+from autopar.capture.trace import SEED, Traced, trace
+from autopar.errors import CaptureError
+
+__all__ = ["Captured", "capture"]
+
+
+def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
+            training: bool | None = None) -> Captured:
+    """Trace ``model(*args, **kwargs)`` forward and backward to one graph in normal form.
+
+    The model is not changed and its weights are not touched; only shapes and dtypes of the batch matter (meta tensors
+    are fine). Raises CaptureError, naming module, operator and source line, and InputError for an empty batch.
+    """
+    traced = trace(model, args, dict(kwargs or {}), training=training)
+    graph = traced.module.graph
+    inputs = _inputs(traced, graph)
+    parameters = _parameters(traced, graph, inputs)
+    _give_gradients_an_order(graph, parameters)
+    normalize(graph)
+    gradients = {p.name: node for p, node in zip(parameters, _gradient_nodes(graph, parameters), strict=True)}
+    parameters = tuple(Parameter(p.name, p.aliases, p.spec, p.placeholder, gradients[p.name]) for p in parameters)
+    label(graph, [(p.placeholder, p.name) for p in parameters])
+    traced.module.recompile()
+    outputs = _outputs(graph, inputs)
+    seed = next((b for b in inputs["buffers"] if b.name == SEED and b.placeholder.users), None)
+    buffers = tuple(Buffer(b.name.removeprefix(traced.prefix), b.placeholder) for b in inputs["buffers"] if b.name != SEED)
+    return Captured(traced.module, parameters, buffers, inputs["plain"], traced.input_spec, outputs,
+                    traced.output_spec, traced.output_constants, seed.placeholder if seed else None, block_classes(graph))
+
+
+def _inputs(traced: Traced, graph: fx.Graph) -> dict[str, Any]:
+    """The placeholders by what they are."""
+    found: dict[str, Any] = {"parameters": {}, "buffers": [], "plain": {}, "tangents": {}}
+    for node in graph.find_nodes(op="placeholder"):
+        desc = node.meta["desc"]
+        if isinstance(desc, ParamAOTInput):
+            found["parameters"][desc.target.removeprefix(traced.prefix)] = node
+        elif isinstance(desc, BufferAOTInput):
+            found["buffers"].append(Buffer(desc.target, node))
+        elif isinstance(desc, PlainAOTInput):
+            found["plain"][desc.idx] = node
+        elif isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput):
+            found["tangents"][desc.output.idx] = node
+        else:
+            raise CaptureError("the traced graph has an input that is not understood", expected="parameters, buffers, "
+                               "inputs and tangents", found=str(desc), change="avoid inputs that alias one another")
+    found["plain"] = tuple(node for _, node in sorted(found["plain"].items()))
+    return found
+
+
+def _parameters(traced: Traced, graph: fx.Graph, inputs: dict[str, Any]) -> tuple[Parameter, ...]:
+    """One `Parameter` for all names of a tied weight: its uses are joined here, its gradients summed."""
+    output = graph.output_node()
+    gradients: dict[str, fx.Node] = {}
+    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+        if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, ParamAOTInput) and node is not None:
+            gradients[desc.grad_of.target.removeprefix(traced.prefix)] = node
+    names: dict[str, list[str]] = {}
+    for name, first in traced.parameter_aliases.items():
+        names.setdefault(first, []).append(name)
+    found = []
+    for first, aliases in names.items():
+        present = [a for a in aliases if a in inputs["parameters"]]
+        if not present:
+            continue
+        placeholder = inputs["parameters"][present[0]]
+        for other in present[1:]:
+            inputs["parameters"][other].replace_all_uses_with(placeholder)
+            graph.erase_node(inputs["parameters"][other])
+        total = _sum(graph, [gradients[a] for a in present if a in gradients])
+        spec = spec_of(placeholder)
+        assert spec is not None
+        found.append(Parameter(first, tuple(a for a in aliases if a != first), spec, placeholder, total))
+    if all(p.gradient is None for p in found):
+        raise CaptureError("no parameter gets a gradient", expected="a loss or an output that depends on the "
+                           "parameters", found="a forward that detaches them all", change="remove the detach or no_grad")
+    return tuple(found)
+
+
+def _sum(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node | None:
+    if not nodes:
+        return None
+    total = nodes[0]
+    with graph.inserting_before(graph.output_node()):
+        for node in nodes[1:]:
+            value = total.meta["val"]
+            total = graph.call_function(aten.add.Tensor, (total, node))
+            total.meta = {"val": value, "partitioner_tag": "is_backward"}
+    return total
+
+
+def _give_gradients_an_order(graph: fx.Graph, parameters: tuple[Parameter, ...]) -> None:
+    """The graph's outputs become: what the model returns, then one gradient a parameter that has one."""
+    output = graph.output_node()
+    plain = []
+    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+        if isinstance(desc, PlainAOTOutput):
+            plain.append(node)
+        elif isinstance(desc, InputMutationAOTOutput):
+            raise CaptureError("the model changes a buffer in its forward", expected="a forward without in-place "
+                               "updates of buffers", found=str(desc.mutated_input),
+                               change="call model.eval() on the module that keeps running statistics")
+        elif not isinstance(desc, GradAOTOutput) and node is not None:
+            raise CaptureError("the traced graph has an output that is not understood", expected="results and "
+                               "gradients", found=str(desc), change="return tensors that are not views of one another")
+    output.args = ((*plain, *(p.gradient for p in parameters if p.gradient is not None)),)
+    output.meta["plain"] = len(plain)
+
+
+def _gradient_nodes(graph: fx.Graph, parameters: tuple[Parameter, ...]) -> list[fx.Node | None]:
+    """The gradients after the graph was rewritten, from the outputs' order."""
+    output = graph.output_node()
+    rest = iter(output.args[0][output.meta["plain"]:])  # type: ignore[index,arg-type]
+    return [next(rest) if p.gradient is not None else None for p in parameters]
+
+
+def _outputs(graph: fx.Graph, inputs: dict[str, Any]) -> tuple[Output, ...]:
+    output = graph.output_node()
+    return tuple(Output(node, inputs["tangents"].get(i))
+                 for i, node in enumerate(output.args[0][:output.meta["plain"]]))  # type: ignore[index,arg-type]
+
+
+def batch_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensor leaves of a batch, in the order of `Captured.inputs`."""
+    from torch.utils import _pytree as pytree
+
+    return [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]

@@ -1,0 +1,111 @@
+"""Which module and which repeated block every node belongs to, and which blocks are isomorphic."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autopar.capture.graph import BlockClass, specs_of
+
+
+
+def block_path(module: str) -> str | None:
+    """The block that a module path lies in: up to its first numeric component ("model.layers.3"), or None."""
+    parts = module.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[:i + 1])
+    return None
+
+
+def pattern(path: str) -> str:
+    """A path with its first number replaced by ``*``: the same for corresponding modules of all blocks."""
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join([*parts[:i], "*", *parts[i + 1:]])
+    return path
+
+
+def _module_from_inputs(node: fx.Node) -> str:
+    """For a node without an annotation (autograd's accumulation adds): the common module of its inputs, else the
+    block of the earlier one, DESIGN section 4."""
+    modules = [arg.meta["module"] for arg in node.all_input_nodes if arg.op == "call_function"]
+    if not modules:
+        return ""
+    if len(set(modules)) == 1:
+        return str(modules[0])
+    blocks = [block_path(m) for m in modules]
+    known = [b for b in blocks if b is not None]
+    if not known:
+        return ""
+    return known[0] if len(set(known)) == 1 and len(known) == len(blocks) else min(known, key=_order)
+
+
+def _order(path: str) -> tuple[Any, ...]:
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in path.split("."))
+
+
+def label(graph: fx.Graph, parameters: Iterable[tuple[fx.Node, str]]) -> None:
+    """Fill ``module``, ``block`` and ``backward`` in the ``meta`` of every node."""
+    owner = {node: name.rpartition(".")[0] for node, name in parameters}
+    for node in graph.nodes:
+        custom = node.meta.get("custom") or {}
+        if node.op == "placeholder":
+            node.meta["module"] = owner.get(node, "")
+            node.meta["backward"] = node.meta.get("partitioner_tag") == "is_backward"
+        elif node.op == "call_function":
+            node.meta["module"] = custom["module"] if "module" in custom else _module_from_inputs(node)
+            node.meta["backward"] = (node.meta.get("partitioner_tag") == "is_backward"
+                                     or any(arg.meta.get("backward") for arg in node.all_input_nodes))
+        else:
+            continue
+        node.meta["block"] = block_path(node.meta["module"])
+
+
+#: Arguments that number an operator and do not change what it is.
+_NUMBERED = {"autopar::dropout": 4, "autopar::attention": 12, "autopar::attention_backward": 15}
+
+
+def _signature(node: fx.Node, position: dict[fx.Node, int], outside: dict[fx.Node, int]) -> tuple[Any, ...]:
+    """What makes a node of one block correspond to a node of another."""
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, fx.Node):
+            return str(value)
+        if value in position:
+            return ("in", position[value])
+        return ("out", outside.setdefault(value, len(outside)), value.op, specs_of(value))
+
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+    args = [a for i, a in enumerate(node.args) if i != _NUMBERED.get(name)]
+    flat = tuple(leaf(v) for v in pytree.tree_leaves((args, dict(sorted(node.kwargs.items())))))
+    return (str(node.target), flat, specs_of(node), pattern(node.meta["module"]), node.meta["backward"])
+
+
+def _hash(nodes: Sequence[fx.Node]) -> str:
+    position: dict[fx.Node, int] = {}
+    outside: dict[fx.Node, int] = {}
+    digest = hashlib.sha256()
+    for i, node in enumerate(nodes):
+        digest.update(repr(_signature(node, position, outside)).encode())
+        position[node] = i
+    return digest.hexdigest()
+
+
+def block_classes(graph: fx.Graph) -> tuple[BlockClass, ...]:
+    """Group the blocks of a labelled graph into classes of isomorphic ones, by structural hash."""
+    members: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.meta["block"] is not None:
+            members[node.meta["block"]].append(node)
+    classes: dict[str, list[str]] = defaultdict(list)
+    for path, nodes in members.items():
+        classes[_hash(nodes)].append(path)
+    return tuple(BlockClass(pattern(paths[0]), tuple(paths), tuple(tuple(members[p]) for p in paths))
+                 for paths in classes.values())

@@ -1,0 +1,71 @@
+"""Decompositions used while tracing: what turns a composite into operators that can be split.
+
+The loss is the reason for most of them: as reductions and a gather, a vocabulary-sharded loss needs no special case,
+and the number of tokens that count is a sum of its own, exact however the batch is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar._compat import get_decompositions
+
+aten = torch.ops.aten
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    if half_to_float:
+        x = x.float()
+    shifted = x - x.amax(dim, keepdim=True)
+    return shifted - shifted.exp().sum(dim, keepdim=True).log()
+
+
+def _log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    return (grad - output.exp() * grad.sum(dim, keepdim=True)).to(input_dtype)
+
+
+def _nll_loss_forward(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """x [N, C] (or [C]) log-probabilities, target [N] (or []); reduction 0 none, 1 mean, 2 sum."""
+    dim = x.dim() - 1
+    counts = target != ignore_index
+    safe = torch.where(counts, target, 0)
+    losses = -torch.gather(x, dim, safe.unsqueeze(dim)).squeeze(dim)
+    if weight is not None:
+        losses = losses * weight[safe]
+    losses = torch.where(counts, losses, 0.0)
+    if reduction == 0:
+        return losses, x.new_zeros(())
+    total = (counts.to(x.dtype) if weight is None else torch.where(counts, weight[safe], 0.0)).sum()
+    return (losses.sum() / total if reduction == 1 else losses.sum()), total
+
+
+def _nll_loss_backward(grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
+                       ignore_index: int, total_weight: Tensor) -> Tensor:
+    dim = x.dim() - 1
+    counts = target != ignore_index
+    safe = torch.where(counts, target, 0)
+    scale = -grad / total_weight if reduction == 1 else -grad
+    column = torch.where(counts, scale if weight is None else scale * weight[safe], 0.0).unsqueeze(dim)
+    classes = torch.arange(x.shape[dim], device=x.device)
+    return torch.where(classes == safe.unsqueeze(dim), column, 0.0)
+
+
+def decomposition_table() -> dict[Any, Callable[..., Any]]:
+    """The table given to AOTAutograd. Composites with good rules of their own (layer norm, softmax, activations and
+    their backwards, embeddings) are left whole."""
+    table: dict[Any, Callable[..., Any]] = dict(get_decompositions([
+        aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward,
+        aten.binary_cross_entropy_with_logits, aten.softplus_backward, aten.addcmul, aten.addcdiv, aten.rsub,
+        aten.std, aten.var, aten.leaky_relu_backward, aten.elu_backward, aten.hardswish_backward, aten.split_with_sizes_copy,
+    ]))
+    table.update({
+        aten._log_softmax.default: _log_softmax,
+        aten._log_softmax_backward_data.default: _log_softmax_backward,
+        aten.nll_loss_forward.default: _nll_loss_forward,
+        aten.nll_loss_backward.default: _nll_loss_backward,
+    })
+    return table

@@ -1,0 +1,227 @@
+"""Normal form of the joint graph: no copies that mean nothing, and every matrix product an einsum.
+
+A linear layer traces as ``view - mm - view``: the view merges batch and sequence, and once the batch is split the
+sequence cannot be. As ``einsum("bsk,nk->bsn")`` each is a factor of its own. The same holds for both backward products.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.graph import spec_of
+
+aten = torch.ops.aten
+
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_COPIES = {aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default,
+           aten.contiguous.default}
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    spec = spec_of(node)
+    assert spec is not None, node
+    return spec.shape
+
+
+def _is_noop(node: fx.Node) -> bool:
+    """Whether ``node`` computes its first argument: a copy, or a view or cast that changes nothing."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    source, result = spec_of(node.args[0]), spec_of(node)
+    if source is None or result is None:
+        return False
+    if node.target in _COPIES:
+        return True
+    same = node.target in _VIEWS | {aten.expand.default, aten._to_copy.default}
+    if node.target is aten._to_copy.default and node.kwargs.get("device") not in (None, torch.device("cpu")):
+        return False
+    return same and source == result
+
+
+def permutation(node: fx.Node) -> list[int] | None:
+    """The permutation of a ``t``, ``transpose`` or ``permute`` node: result dim i is source dim p[i]."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    ndim = len(_shape(node.args[0])) if spec_of(node.args[0]) else 0
+    order = list(range(ndim))
+    if node.target is aten.t.default:
+        return order[::-1]
+    if node.target is aten.transpose.int:
+        a, b = (int(d) % ndim for d in node.args[1:3])  # type: ignore[call-overload]
+        order[a], order[b] = order[b], order[a]
+        return order
+    if node.target is aten.permute.default:
+        return [int(d) % ndim for d in node.args[1]]  # type: ignore[union-attr]
+    return None
+
+
+def drop_noops(graph: fx.Graph) -> None:
+    """Remove copies and views that change nothing, merge chains of views, cancel permutations that undo each other."""
+    for node in list(graph.nodes):
+        if _is_noop(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            continue
+        if node.op != "call_function":
+            continue
+        if node.target in _VIEWS:
+            source = node.args[0]
+            while source.op == "call_function" and source.target in _VIEWS:
+                source = source.args[0]
+            node.target, node.args = aten.view.default, (source, list(_shape(node)))
+            if _is_noop(node):
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+        elif (outer := permutation(node)) is not None and (inner := permutation(node.args[0])) is not None:
+            order = [inner[i] for i in outer]
+            if order == sorted(order):
+                node.replace_all_uses_with(node.args[0].args[0])
+                graph.erase_node(node)
+            else:
+                node.target, node.args = aten.permute.default, (node.args[0].args[0], order)
+    graph.eliminate_dead_code()
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A tensor read as a matrix (or batch of matrices): ``groups[i]`` are the dims of ``source`` that make dim i."""
+
+    source: fx.Node
+    groups: tuple[tuple[int, ...], ...]
+
+    def sizes(self, group: int) -> tuple[int, ...]:
+        shape = _shape(self.source)
+        return tuple(shape[d] for d in self.groups[group])
+
+
+def _merged_groups(source: tuple[int, ...], target: tuple[int, ...]) -> list[list[int]] | None:
+    """Which consecutive dims of ``source`` each dim of ``target`` merges; None if the view is not a pure merge."""
+    groups: list[list[int]] = []
+    d = 0
+    for size in target:
+        group, have = [d], (source[d] if d < len(source) else 0)
+        d += 1
+        while have < size and d < len(source):
+            have *= source[d]
+            group.append(d)
+            d += 1
+        if have != size or group[-1] >= len(source):
+            return None
+        groups.append(group)
+    if groups and d < len(source) and all(s == 1 for s in source[d:]):
+        groups[-1] += range(d, len(source))
+        d = len(source)
+    return groups if d == len(source) else None
+
+
+def _open(node: fx.Node) -> _Operand:
+    """See through the permutations and merging views above a matrix product's operand."""
+    groups = [[d] for d in range(len(_shape(node)))]
+    merged = False
+    while node.op == "call_function":
+        order = permutation(node)
+        if order is not None:
+            groups = [[order[d] for d in group] for group in groups]
+        elif node.target in _VIEWS and not merged and 0 not in _shape(node):
+            inner = _merged_groups(_shape(node.args[0]), _shape(node))  # type: ignore[arg-type]
+            if inner is None:
+                break
+            groups = [[e for d in group for e in inner[d]] for group in groups]
+            merged = True
+        else:
+            break
+        node = node.args[0]  # type: ignore[assignment]
+    return _Operand(node, tuple(tuple(g) for g in groups))
+
+
+def _closed(node: fx.Node) -> _Operand:
+    return _Operand(node, tuple((d,) for d in range(len(_shape(node)))))
+
+
+def _einsum(graph: fx.Graph, like: fx.Node, a: _Operand, b: _Operand, shared: list[tuple[int, int]],
+            result: list[tuple[str, int]]) -> fx.Node:
+    """Insert the einsum of two operands. ``shared`` are pairs of groups (of a, of b) with the same factors; ``result``
+    the groups of the result as ("a" or "b", group). Returns it viewed in the shape of ``like``."""
+    letters = iter(string.ascii_letters)
+    names_a = {d: next(letters) for group in a.groups for d in group}
+    names_b: dict[int, str] = {}
+    for ga, gb in shared:
+        names_b.update({db: names_a[da] for da, db in zip(a.groups[ga], b.groups[gb], strict=True)})
+    for group in b.groups:
+        for d in group:
+            if d not in names_b:
+                names_b[d] = next(letters)
+    left = "".join(names_a[d] for d in sorted(names_a))
+    right = "".join(names_b[d] for d in sorted(names_b))
+    dims = [(names_a if side == "a" else names_b)[d]
+            for side, g in result for d in (a if side == "a" else b).groups[g]]
+    shape = [_shape((a if side == "a" else b).source)[d] for side, g in result for d in (a if side == "a" else b).groups[g]]
+    node = graph.call_function(aten.einsum.default, (f"{left},{right}->{''.join(dims)}", [a.source, b.source]))
+    value = like.meta["val"]
+    node.meta = {**like.meta, "val": value.new_empty(shape)}
+    return node
+
+
+def _match(first: _Operand, second: _Operand, shared: list[tuple[int, int]], originals: tuple[fx.Node, fx.Node]) -> tuple[_Operand, _Operand]:
+    """Open operands only where the factors they share have equal sizes; close both otherwise."""
+    if all(first.sizes(ga) == second.sizes(gb) for ga, gb in shared):
+        return first, second
+    for candidates in ((first, _closed(originals[1])), (_closed(originals[0]), second)):
+        if all(candidates[0].sizes(ga) == candidates[1].sizes(gb) for ga, gb in shared):
+            return candidates
+    return _closed(originals[0]), _closed(originals[1])
+
+
+def _replace_product(graph: fx.Graph, node: fx.Node) -> None:
+    bias: Any = None
+    operands: tuple[fx.Node, fx.Node] = node.args[-2:]  # type: ignore[assignment]
+    if node.target is aten.addmm.default:
+        if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1:
+            return
+        bias = node.args[0]
+    batched = node.target is aten.bmm.default
+    shared = [(0, 0), (2, 1)] if batched else [(1, 0)]
+    result = [("a", 0), ("a", 1), ("b", 2)] if batched else [("a", 0), ("b", 1)]
+    a, b = _match(_open(operands[0]), _open(operands[1]), shared, operands)
+    with graph.inserting_before(node):
+        product = _einsum(graph, node, a, b, shared, result)
+        if bias is not None:
+            # The bias is a vector over the last group; it adds before the view, where the batch is still apart.
+            columns = [_shape(b.source)[d] for d in b.groups[1]]
+            if len(columns) > 1 or len(_shape(bias)) != 1:
+                product = _view(graph, product, node)
+            value = product.meta["val"]
+            product = graph.call_function(aten.add.Tensor, (product, bias))
+            product.meta = {**node.meta, "val": torch.empty_like(value)}
+        view = _view(graph, product, node)
+    node.replace_all_uses_with(view)
+    graph.erase_node(node)
+
+
+def _view(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
+    view = graph.call_function(aten.view.default, (node, list(_shape(like))))
+    view.meta = dict(like.meta)
+    return view
+
+
+def products_to_einsum(graph: fx.Graph) -> None:
+    """Replace every ``mm``, ``addmm`` and ``bmm`` by an einsum over the dims before they were merged."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in (aten.mm.default, aten.addmm.default, aten.bmm.default):
+            _replace_product(graph, node)
+
+
+NORMAL_FORM: tuple[Callable[[fx.Graph], None], ...] = (drop_noops, products_to_einsum, drop_noops, drop_noops)
+
+
+def normalize(graph: fx.Graph) -> None:
+    """Bring a joint graph to the normal form that the rules expect. Keeps every node's ``meta``."""
+    for step in NORMAL_FORM:
+        step(graph)
+    graph.lint()

@@ -1,0 +1,193 @@
+"""nn.Module -> joint ATen graph, by AOTAutograd on a fake copy of the module (DESIGN section 4).
+
+The model itself is never touched: it is copied with every tensor replaced by a fake one of the same strides, so a copy
+costs no memory and the copy can be prepared for tracing at will.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from autopar import ops
+from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling
+from autopar.capture import hf
+from autopar.capture.decompositions import decomposition_table
+from autopar.errors import CaptureError, InputError
+
+#: Name of the buffer that carries the dropout seed through the trace.
+SEED = "autopar_seed"
+
+
+class _Flat(nn.Module):
+    """Runs a model on the flattened batch and returns the flattened tensors of its result.
+
+    With a scalar ``loss`` among the outputs only that one carries a gradient: the others are detached, so that no
+    gradient of the logits is traced which nobody will ask for.
+    """
+
+    def __init__(self, model: nn.Module, spec: pytree.TreeSpec, constants: dict[int, Any], seed: Tensor) -> None:
+        super().__init__()
+        self.model = model
+        self.spec, self.constants = spec, constants
+        self.register_buffer(SEED, seed, persistent=False)
+        self.output_spec: pytree.TreeSpec | None = None
+        self.output_constants: tuple[tuple[int, Any], ...] = ()
+        self.streams = 0
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = iter(tensors)
+        leaves = [self.constants[i] if i in self.constants else next(given) for i in range(self.spec.num_leaves)]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        with ops.counter_dropout(getattr(self, SEED)) as mode:
+            result = self.model(*args, **kwargs)
+        self.streams = mode.streams
+        loss = _loss_of(result)
+        flat, self.output_spec = pytree.tree_flatten(result)
+        self.output_constants = tuple((i, leaf) for i, leaf in enumerate(flat) if not isinstance(leaf, Tensor))
+        kept = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        return tuple(leaf if loss is None or leaf is loss else leaf.detach() for leaf in kept)
+
+
+def _loss_of(result: Any) -> Tensor | None:
+    """The scalar loss among a model's outputs, if it is named so."""
+    loss = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
+
+
+@dataclass
+class Traced:
+    """The raw joint graph and what is needed to read it."""
+
+    module: fx.GraphModule
+    input_spec: pytree.TreeSpec
+    output_spec: pytree.TreeSpec
+    output_constants: tuple[tuple[int, Any], ...]
+    parameter_aliases: dict[str, str]
+    streams: int
+    prefix: str = field(default="model.")
+
+
+def _fake_memo(model: nn.Module, mode: Any) -> dict[int, Tensor]:
+    """One fake tensor for every tensor that the model holds, keyed by id, as deepcopy's memo takes them."""
+    memo: dict[int, Tensor] = {}
+
+    def add(tensor: Tensor) -> None:
+        if id(tensor) in memo:
+            return
+        with mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        memo[id(tensor)] = (nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                            if isinstance(tensor, nn.Parameter) else fake)
+
+    for module in model.modules():
+        for value in (*module._parameters.values(), *module._buffers.values()):
+            if value is not None:
+                add(value)
+        for name, value in vars(module).items():
+            if not name.startswith("_"):
+                for leaf in pytree.tree_leaves(value):
+                    if isinstance(leaf, Tensor):
+                        add(leaf)
+    return memo
+
+
+def _clone(model: nn.Module, mode: Any) -> nn.Module:
+    try:
+        return copy.deepcopy(model, _fake_memo(model, mode))  # type: ignore[arg-type]
+    except Exception as error:
+        raise CaptureError(f"{type(model).__name__} cannot be copied for tracing", expected="a module that "
+                           "copy.deepcopy accepts", found=f"{type(error).__name__}: {error}",
+                           change="keep handles, locks and open files out of the module") from error
+
+
+def _annotate(model: nn.Module) -> None:
+    """Let every node know its module: FX keeps the annotation on forward and backward nodes."""
+    def wrap(module: nn.Module, name: str) -> None:
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with fx_traceback.annotate({"module": name}):
+                return original(*args, **kwargs)
+
+        module.forward = forward  # type: ignore[method-assign]
+
+    for name, module in model.named_modules():
+        wrap(module, name)
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Every parameter name -> the first name of the same parameter."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+@contextlib.contextmanager
+def _trace_context(is_hf: bool, has_position_ids: bool) -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fx_traceback.preserve_node_meta())
+        stack.enter_context(compiling())
+        if is_hf:
+            stack.enter_context(hf.tracing(has_position_ids))
+        yield stack
+
+
+def _failure(model: nn.Module, error: BaseException) -> CaptureError:
+    """Name the module, the operator and the source line of a failed trace."""
+    frames = traceback.extract_tb(error.__traceback__)
+    hidden = ("/torch/", "autopar/capture/", "autopar/ops/", "/contextlib.py")
+    mine = [f for f in frames if not any(part in f.filename for part in hidden)]
+    where = f"{mine[-1].filename}:{mine[-1].lineno} in {mine[-1].name}: {mine[-1].line}" if mine else "inside torch"
+    operator = getattr(error, "func", None) or next(
+        (f.line for f in reversed(frames) if f.line and "aten" in f.line), type(error).__name__)
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return CaptureError(f"{type(model).__name__} cannot be traced to one graph at {where}",
+                        expected="a forward whose control flow and shapes do not depend on the values of tensors",
+                        found=f"{type(error).__name__} ({operator}): {reason}",
+                        change="replace the branch on a tensor by torch.where, and .item() by a tensor or a constant")
+
+
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool | None = None) -> Traced:
+    """Trace ``model(*args, **kwargs)`` with its backward.
+
+    Only the shapes and dtypes of the tensors in ``args`` and ``kwargs`` matter (meta tensors are fine). ``training``
+    defaults to the model's own mode. Raises CaptureError, InputError.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    clone = _clone(model, mode)
+    is_hf = hf.is_transformers_model(model)
+    if is_hf:
+        hf.prepare(clone)
+    clone.train(model.training if training is None else training)
+    _annotate(clone)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    if any(isinstance(leaf, Tensor) and 0 in leaf.shape for leaf in leaves):
+        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+        raise InputError("the batch is empty", expected="at least one sample and one token", found=f"shapes {shapes}",
+                         change="drop empty batches (drop_last=True in the DataLoader)")
+    with mode:
+        fakes = [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in leaves if isinstance(leaf, Tensor)]
+        seed = torch.empty(2, dtype=torch.int64)
+    constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
+    flat = _Flat(clone, spec, constants, seed)
+    if not any(p.requires_grad for p in clone.parameters()):
+        raise CaptureError(f"{type(model).__name__} has no trainable parameters", expected="at least one parameter "
+                           "with requires_grad", found="none", change="call model.requires_grad_(True)")
+    with _trace_context(is_hf, "position_ids" in kwargs) as stack:
+        try:
+            joint = aot_export_joint_with_descriptors(stack, flat, tuple(fakes), decompositions=decomposition_table())
+        except (CaptureError, InputError):
+            raise
+        except Exception as error:
+            raise _failure(model, error) from error
+    assert flat.output_spec is not None
+    return Traced(joint.graph_module, spec, flat.output_spec, flat.output_constants, _aliases(clone), flat.streams)

@@ -1,0 +1,1 @@
+"""Adapters to libraries that own the training loop."""

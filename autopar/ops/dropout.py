@@ -1,0 +1,251 @@
+"""``autopar::dropout``: dropout whose mask is a function of (seed, step, stream, global element index).
+
+Nothing else enters, so every layout, micro-batching and recomputation draws the mask that one process would draw on the
+whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_SCHEMA = "(Tensor x, Tensor seed, Tensor starts, float p, int stream, SymInt[] extent) -> Tensor"
+
+
+def _int64(unsigned: int) -> int:
+    """The two's complement value of an unsigned 64-bit constant: torch's full integer arithmetic is signed only."""
+    return unsigned - (1 << 64) if unsigned >> 63 else unsigned
+
+
+# SplitMix64: G. L. Steele, D. Lea, C. H. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, with the
+# constants of its reference implementation, https://prng.di.unimi.it/splitmix64.c. int64 products wrap modulo 2^64, and
+# the low 64 bits do not depend on the sign.
+_GAMMA = _int64(0x9E3779B97F4A7C15)
+_ROUNDS = ((30, _int64(0xBF58476D1CE4E5B9)), (27, _int64(0x94D049BB133111EB)))
+_LAST_SHIFT = 31
+_UNIFORM_BITS = 53  # of the 64: what a float64 probability can resolve
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch's is arithmetic."""
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _mix_(z: Tensor) -> Tensor:
+    """SplitMix64's bijection of 64-bit integers, in place."""
+    for bits, factor in _ROUNDS:
+        z.bitwise_xor_(_shifted(z, bits)).mul_(factor)
+    return z.bitwise_xor_(_shifted(z, _LAST_SHIFT))
+
+
+def _key(seed: Tensor, stream: int) -> Tensor:
+    """int64 scalar that mixes (seed, step, stream), each word folded in by a bijection of it."""
+    key = _mix_(seed[0] + _GAMMA)
+    key = _mix_(key.bitwise_xor_(seed[1]).add_(_GAMMA))
+    return _mix_(key.bitwise_xor_(stream).add_(_GAMMA))
+
+
+def _global_index(starts: Tensor, shape: Sequence[int], extent: Sequence[int], device: torch.device) -> Tensor:
+    """int64 of ``shape``: the row-major index in the whole tensor of each element of the shard."""
+    ndim = len(shape)
+    index = torch.zeros([1] * ndim, dtype=torch.int64, device=device)
+    for dim, size in enumerate(shape):
+        along = (torch.arange(size, device=device) + starts[dim]) * math.prod(extent[dim + 1 :])
+        index = index + along.view([size if d == dim else 1 for d in range(ndim)])
+    return index
+
+
+def _check(seed: Tensor, starts: Tensor, p: float, shape: Sequence[int], extent: Sequence[int]) -> None:
+    ndim = len(shape)
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if tuple(seed.shape) != (2,) or seed.dtype != torch.int64:
+        raise ValueError(f"seed must be int64 [2] (seed, step), found {seed.dtype} {list(seed.shape)}")
+    if tuple(starts.shape) != (ndim,) or starts.dtype != torch.int64 or len(extent) != ndim:
+        raise ValueError(
+            f"starts must be int64 [{ndim}] and extent have {ndim} entries, one per dim of the tensor; found "
+            f"{starts.dtype} {list(starts.shape)} and {len(extent)} entries"
+        )
+
+
+def keep_mask(
+    seed: Tensor,
+    starts: Tensor,
+    p: float,
+    stream: int,
+    shape: Sequence[int],
+    extent: Sequence[int],
+    device: torch.device,
+) -> Tensor:
+    """Which elements of a shard survive dropout: bool of ``shape``, True with probability ``1 - p``.
+
+    With ``i`` the element's row-major index in the whole tensor and ``mix`` the finaliser of SplitMix64 (Steele, Lea
+    and Flood, OOPSLA 2014), an element is kept where the top 53 bits of ``mix(mix(i * gamma + key) ^ key)`` are at
+    least ``p * 2**53``; ``key`` mixes seed, step and stream. The second round with the key is what keeps streams from
+    being shifted copies of one sequence. Integer arithmetic only, hence the same bits on every device.
+
+    Args:
+        seed: int64 [2], the seed and the step.
+        starts: int64 [ndim], global index of the shard's first element.
+        p: probability of dropping an element, in [0, 1].
+        stream: number of the operator in the model; different streams are independent.
+        shape: of the shard. extent: of the whole tensor.
+        device: where the mask is made.
+
+    Raises:
+        ValueError: p is outside [0, 1], or the shapes or dtypes of seed, starts and extent are not as above.
+    """
+    _check(seed, starts, p, shape, extent)
+    key = _key(seed.to(device), stream)
+    bits = _global_index(starts.to(device), shape, extent, device).mul_(_GAMMA).add_(key)
+    bits = _mix_(_mix_(bits).bitwise_xor_(key))
+    return _shifted(bits, 64 - _UNIFORM_BITS) >= math.ceil(p * 2**_UNIFORM_BITS)
+
+
+@torch.library.custom_op("autopar::dropout", mutates_args=(), schema=_SCHEMA)
+def dropout(x: Tensor, seed: Tensor, starts: Tensor, p: float, stream: int, extent: Sequence[int]) -> Tensor:
+    """``x / (1 - p)`` where ``keep_mask`` is True, else 0; a shard draws its part of the whole tensor's mask.
+
+    Args:
+        x: floating point, any shape [ndim dims]; the shard.
+        seed: int64 [2], the seed and the step. starts: int64 [ndim], global index of the shard's first element.
+        p: probability of dropping an element. 0 gives a copy, 1 gives zeros.
+        stream: number of the operator in the model.
+        extent: shape of the whole tensor, ndim entries.
+
+    Returns:
+        Like ``x`` in shape, dtype and memory format. The gradient is the same operator applied to the gradient.
+
+    Raises:
+        ValueError: as ``keep_mask``.
+    """
+    keep = keep_mask(seed, starts, p, stream, x.shape, extent, x.device)
+    out = torch.empty_like(x)
+    torch.div(x, 1.0 - p if p < 1.0 else 1.0, out=out)
+    return out.masked_fill_(keep.logical_not_(), 0.0)
+
+
+@dropout.register_fake
+def _(x: Tensor, seed: Tensor, starts: Tensor, p: float, stream: int, extent: Sequence[int]) -> Tensor:
+    _check(seed, starts, p, x.shape, extent)
+    return torch.empty_like(x)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, seed, starts, ctx.p, ctx.stream, ctx.extent = inputs
+    ctx.save_for_backward(seed, starts)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    seed, starts = ctx.saved_tensors
+    return dropout(grad, seed, starts, ctx.p, ctx.stream, ctx.extent), None, None, None, None, None
+
+
+dropout.register_autograd(_backward, setup_context=_setup_context)
+
+
+_entered: list[CounterDropout] = []
+
+
+def active_dropout() -> CounterDropout | None:
+    """The innermost ``counter_dropout`` that is entered, for operators that draw their own mask; None outside."""
+    return _entered[-1] if _entered else None
+
+
+class CounterDropout(TorchFunctionMode):
+    """See ``counter_dropout``. ``streams`` counts the random operators replaced since the context was entered."""
+
+    def __init__(self, seed: Tensor) -> None:
+        super().__init__()
+        self.seed = seed
+        self.streams = 0
+        self._replacements: dict[Any, Callable[..., Tensor]] = {
+            F.dropout: self._dropout,
+            torch.dropout: self._torch_dropout,
+            torch.dropout_: self._torch_dropout_,
+            F.scaled_dot_product_attention: self._attention,
+            F.multi_head_attention_forward: self._multi_head_attention,
+        }
+
+    def __enter__(self) -> CounterDropout:
+        self.streams = 0
+        _entered.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        _entered.pop()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # The mode is off in here, so that F.dropout's own call of torch.dropout is not replaced a second time.
+        return self._replacements.get(func, func)(*args, **(kwargs or {}))
+
+    def next_stream(self) -> int:
+        """The number of the next random operator of this forward."""
+        self.streams += 1
+        return self.streams - 1
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or not 0.0 < p <= 1.0:  # outside the range, torch's own error
+            return F.dropout(input, p, training, inplace)
+        starts = torch.zeros(input.dim(), dtype=torch.int64, device=input.device)
+        out = dropout(input, self.seed, starts, p, self.next_stream(), input.shape)
+        return input.copy_(out) if inplace else out
+
+    def _torch_dropout(self, input: Tensor, p: float, train: bool) -> Tensor:
+        return self._dropout(input, p, train)
+
+    def _torch_dropout_(self, input: Tensor, p: float, train: bool) -> Tensor:
+        return self._dropout(input, p, train, inplace=True)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        from autopar.ops.attention import scaled_dot_product_attention  # attention draws its masks from this module
+
+        seed, stream = (self.seed, self.next_stream()) if dropout_p > 0.0 else (None, 0)
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, seed=seed, stream=stream
+        )
+
+    def _multi_head_attention(self, *args: Any, **kwargs: Any) -> Any:
+        # This one is Python that dispatches as a whole, once, and then runs with the mode off: what it calls has to be
+        # replaced by name.
+        saved = F.dropout, F.scaled_dot_product_attention
+        F.dropout, F.scaled_dot_product_attention = self._dropout, self._attention
+        try:
+            return F.multi_head_attention_forward(*args, **kwargs)
+        finally:
+            F.dropout, F.scaled_dot_product_attention = saved
+
+
+def counter_dropout(seed: Tensor) -> CounterDropout:
+    """Context in which dropout is autopar's, numbered in call order: one forward of the model per entry.
+
+    ``F.dropout``, ``torch.dropout``, their in-place forms (hence ``nn.Dropout``) become ``autopar::dropout`` when
+    training with p > 0, and ``F.scaled_dot_product_attention`` becomes ``autopar::attention`` always. Other random
+    operators (``dropout2d``, ``alpha_dropout``, RNNs' own dropout, ``rand``) are left alone. Used while capturing, and
+    around the untouched eager model, which then draws exactly what a sharded one draws. Not for models that recompute
+    with ``torch.utils.checkpoint``: the recomputation would take new stream numbers.
+
+    Args:
+        seed: int64 [2], the seed and the step, on the model's device; may be a fake tensor.
+    """
+    return CounterDropout(seed)

@@ -1,0 +1,1 @@
+"""Running a plan: the parallel module, its process groups, and where weights come from."""

@@ -1,0 +1,161 @@
+"""Mesh axes and layouts: where the pieces of a tensor lie.
+
+A layout is one placement an axis, and where several axes split one dim, also their order. It is kept by dim (which axes
+split it, outermost first) because that is what nesting, redistribution and local shapes ask for; `placements` gives the
+view by axis that ``torch.distributed.tensor`` uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The named axes of a device mesh, outermost first: neighbouring ranks differ in the last axis."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.axes]
+        if len(set(names)) != len(names) or any(size < 1 for _, size in self.axes):
+            raise ValueError(f"a mesh needs distinct axes of positive size, got {self.axes}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Axis names, outermost first."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Degrees, in the order of `names`."""
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes)
+
+    def degree(self, axis: str) -> int:
+        """Size of one axis."""
+        return dict(self.axes)[axis]
+
+    def stride(self, axis: str) -> int:
+        """Distance in ranks between neighbours on ``axis``."""
+        return math.prod(self.sizes[self.names.index(axis) + 1:])
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Coordinates of ``rank``, one an axis."""
+        return tuple(rank // self.stride(axis) % size for axis, size in self.axes)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Global shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """``dims[d]`` are the axes that split dim ``d``, outermost first; ``partial`` the (axis, reduction) pairs over which
+    the pieces still have to be reduced, sorted by axis. An axis named nowhere holds replicas."""
+
+    dims: tuple[tuple[str, ...], ...]
+    partial: tuple[tuple[str, str], ...] = ()
+
+    @staticmethod
+    def replicated(ndim: int) -> Layout:
+        """The layout with a whole copy on every rank."""
+        return Layout(((),) * ndim)
+
+    @staticmethod
+    def shard(ndim: int, by_axis: Mapping[str, int], order: Iterable[str] | None = None) -> Layout:
+        """Split dim ``by_axis[axis]`` on each axis; ``order`` is the nesting order (default: that of the mapping)."""
+        dims: list[tuple[str, ...]] = [()] * ndim
+        for axis in by_axis if order is None else [axis for axis in order if axis in by_axis]:
+            dims[by_axis[axis]] += (axis,)
+        return Layout(tuple(dims))
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """Axes that split some dim."""
+        return tuple(axis for axes in self.dims for axis in axes)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a reduction is outstanding."""
+        return bool(self.partial)
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dim that ``axis`` splits, if any."""
+        return next((d for d, axes in enumerate(self.dims) if axis in axes), None)
+
+    def splits(self, mesh: Mesh, dim: int) -> int:
+        """In how many pieces ``dim`` is cut."""
+        return math.prod(mesh.degree(axis) for axis in self.dims[dim])
+
+    def local_shape(self, mesh: Mesh, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of one rank's piece of a tensor of ``shape``."""
+        return tuple(size // self.splits(mesh, d) for d, size in enumerate(shape))
+
+    def divides(self, mesh: Mesh, shape: Sequence[int]) -> bool:
+        """Whether every piece has the same shape."""
+        return all(size % self.splits(mesh, d) == 0 for d, size in enumerate(shape))
+
+    def local_bytes(self, mesh: Mesh, spec: TensorSpec) -> int:
+        """Bytes of one rank's piece."""
+        return spec.bytes // math.prod(self.splits(mesh, d) for d in range(len(self.dims)))
+
+    def start_weights(self, mesh: Mesh, shape: Sequence[int]) -> list[int]:
+        """Row-major [axes x dims] integers w with start[d] = sum_a coordinate[a] * w[a][d]: the global index of the
+        first element of a rank's piece, as the operator ``autopar::starts`` takes them."""
+        weights = [[0] * len(shape) for _ in mesh.names]
+        for d, axes in enumerate(self.dims):
+            extent = shape[d]
+            for axis in axes:
+                extent //= mesh.degree(axis)
+                weights[mesh.names.index(axis)][d] = extent
+        return [w for row in weights for w in row]
+
+    def starts(self, mesh: Mesh, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Global index of the first element of ``rank``'s piece."""
+        flat, ndim = self.start_weights(mesh, shape), len(shape)
+        where = mesh.coordinates(rank)
+        return tuple(sum(c * flat[a * ndim + d] for a, c in enumerate(where)) for d in range(ndim))
+
+    def local_slice(self, mesh: Mesh, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """``rank``'s piece of a whole tensor (partial axes: as if replicated), a view."""
+        begin = self.starts(mesh, tensor.shape, rank)
+        extent = self.local_shape(mesh, tensor.shape)
+        return tensor[tuple(slice(b, b + e) for b, e in zip(begin, extent, strict=True))]
+
+    def __str__(self) -> str:
+        parts = [f"{d}:{'+'.join(axes)}" for d, axes in enumerate(self.dims) if axes]
+        parts += [f"partial({op}):{axis}" for axis, op in self.partial]
+        return "[" + ", ".join(parts) + "]"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-serialisable form; `from_json` reads it."""
+        return {"dims": [list(axes) for axes in self.dims], "partial": [list(pair) for pair in self.partial]}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Layout:
+        """Inverse of `to_json`."""
+        return Layout(tuple(tuple(axes) for axes in data["dims"]), tuple((a, op) for a, op in data["partial"]))

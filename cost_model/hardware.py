@@ -1,0 +1,225 @@
+"""What one device can do, read from the data files beside this module: peaks, memory, links, measured constants.
+
+A preset is a TOML file in ``data/`` whose key names carry the units (``memory_gib``, ``network_gbs``) and which names the
+source of every number. The constants of the links (how much of the nominal bandwidth a collective reaches, and its
+latencies) are shared by devices with the same kind of link and lie in ``data/links.toml``, which
+``benchmarks/fit_links.py`` writes. Everything in a ``Device`` is in SI units: FLOP/s, bytes, bytes/s, seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.errors import ClusterError
+
+DATA = Path(__file__).parent / "data"
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p")
+
+# The name under which a peak is listed. A matmul in torch.float32 runs at the fp32 peak, not at tf32: torch's default
+# is torch.backends.cuda.matmul.allow_tf32 = False.
+_DTYPE_NAMES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+
+_NUMBER, _WHOLE, _TEXT, _FLAG, _TABLE, _LIST = "a number", "a whole number", "text", "true or false", "a table", "a list"
+_KEYS = {
+    "name": _TEXT,
+    "source": _TEXT,
+    "notes": _TEXT,
+    "sources": _TABLE,
+    "cuda_names": _LIST,
+    "peak_tflops": _TABLE,
+    "memory_gib": _NUMBER,
+    "memory_bandwidth_gbs": _NUMBER,
+    "stream_gbs": _NUMBER,
+    "matmul_efficiency": _NUMBER,
+    "matmul_ramp_us": _NUMBER,
+    "launch_overhead_us": _NUMBER,
+    "scale_up_link": _TEXT,
+    "scale_up_gbs": _NUMBER,
+    "scale_up_devices": _WHOLE,
+    "scale_up_spans_hosts": _FLAG,
+    "scale_up_mesh": _FLAG,
+    "network_link": _TEXT,
+    "network_gbs": _NUMBER,
+    "links": _TABLE,
+}
+_OPTIONAL = {"notes", "sources", "cuda_names", "scale_up_spans_hosts", "scale_up_mesh", "links"}
+_MAY_BE_ZERO = {"matmul_ramp_us", "launch_overhead_us"}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A kind of connection; ``bandwidth`` is nominal, in bytes/s per device and direction."""
+
+    name: str
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class LinkConstants:
+    """What one collective reaches on one kind of link.
+
+    ``efficiency`` is achieved over nominal bandwidth (it may exceed 1: reduction inside the switch sends less than the
+    formula counts), ``base`` seconds a call and ``step`` seconds a step of the algorithm.
+    """
+
+    efficiency: float
+    base: float
+    step: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator (or CPU process) with its links. ``spec`` is the table it was read from, from which alone it is
+    compared, hashed and saved."""
+
+    spec: Mapping[str, Any] = field(repr=False, hash=False)
+    name: str
+    peak_flops: Mapping[str, float] = field(compare=False)
+    memory_bytes: int = field(compare=False)
+    memory_bandwidth: float = field(compare=False)
+    stream_efficiency: float = field(compare=False)
+    matmul_efficiency: float = field(compare=False)
+    matmul_ramp: float = field(compare=False)
+    launch_overhead: float = field(compare=False)
+    scale_up: Link = field(compare=False)
+    scale_up_devices: int = field(compare=False)
+    scale_up_spans_hosts: bool = field(compare=False)
+    scale_up_mesh: bool = field(compare=False)
+    network: Link = field(compare=False)
+    links: Mapping[str, Mapping[str, LinkConstants]] = field(compare=False, repr=False)
+    cuda_names: tuple[str, ...] = field(compare=False)
+    source: str = field(compare=False)
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """Peak dense FLOP/s for ``dtype``; the fp32 peak for a dtype that the device does not list (a V100 runs bf16
+        through fp32; integers do no FLOPs that are counted)."""
+        return self.peak_flops.get(_DTYPE_NAMES.get(dtype, "fp32"), self.peak_flops["fp32"])
+
+    def constants(self, link: Link, kind: str) -> LinkConstants:
+        """Constants of the collective ``kind`` (one of ``COLLECTIVES``) on ``link``."""
+        return self.links[link.name][kind]
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """What to change: the known names closest to ``word``, or all of them where none is close."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else f"use one of: {', '.join(names)}"
+
+
+def device_names() -> list[str]:
+    """Names of the presets, sorted."""
+    return sorted(path.stem for path in DATA.glob("*.toml") if path.stem != "links")
+
+
+def preset_spec(name: str) -> dict[str, Any]:
+    """The table of a preset as its data file has it; ClusterError if there is none of that name."""
+    if name not in device_names():
+        raise ClusterError(
+            f"There is no device preset {name!r}.",
+            expected="the name of a preset", found=name, change=nearest(name, device_names()),
+        )
+    return tomllib.loads((DATA / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def load_device(name: str) -> Device:
+    """The preset ``name``, for instance ``"h100-sxm"``; ClusterError if there is none."""
+    return device_from_spec(preset_spec(name))
+
+
+def device_from_spec(spec: Mapping[str, Any], where: str = "device") -> Device:
+    """A ``Device`` from a table with the keys of a preset file (TOML or JSON types); ClusterError names what is
+    unknown, missing or of the wrong type. ``where`` names the table in messages."""
+    check_keys(spec, _KEYS, where)
+    for key in _KEYS:
+        if key not in spec and key not in _OPTIONAL:
+            raise ClusterError(f"{where}: {key} is missing.", expected=_KEYS[key], found="nothing",
+                               change=f"add {key}, or start from a preset: preset = \"h100-sxm\"")
+    peaks = _peaks(spec["peak_tflops"], where)
+    bandwidth = spec["memory_bandwidth_gbs"] * 1e9
+    return Device(
+        spec=dict(spec), name=spec["name"], peak_flops=peaks,
+        memory_bytes=round(spec["memory_gib"] * 2**30), memory_bandwidth=bandwidth,
+        stream_efficiency=spec["stream_gbs"] * 1e9 / bandwidth,
+        matmul_efficiency=spec["matmul_efficiency"], matmul_ramp=spec["matmul_ramp_us"] * 1e-6,
+        launch_overhead=spec["launch_overhead_us"] * 1e-6,
+        scale_up=Link(spec["scale_up_link"], spec["scale_up_gbs"] * 1e9),
+        scale_up_devices=spec["scale_up_devices"],
+        scale_up_spans_hosts=spec.get("scale_up_spans_hosts", False), scale_up_mesh=spec.get("scale_up_mesh", False),
+        network=Link(spec["network_link"], spec["network_gbs"] * 1e9),
+        links=_links(spec, where), cuda_names=tuple(spec.get("cuda_names", ())), source=spec["source"],
+    )
+
+
+def check_keys(table: Mapping[str, Any], known: Mapping[str, str], where: str) -> None:
+    """ClusterError unless every key of ``table`` is one of ``known`` and has the type said there."""
+    for key, value in table.items():
+        if key not in known:
+            raise ClusterError(f"{where}: there is no key {key!r}.", expected=f"keys {', '.join(known)}", found=key,
+                               change=nearest(key, known))
+        if not _has_type(value, known[key]):
+            raise ClusterError(f"{where}: {key} has the wrong type.", expected=known[key], found=repr(value),
+                               change=f"write {key} as {known[key]}")
+        if known[key] in (_NUMBER, _WHOLE) and (value < 0 or (value == 0 and key not in _MAY_BE_ZERO)):
+            raise ClusterError(f"{where}: {key} must be positive.", expected="a number above 0", found=repr(value),
+                               change=f"correct {key}")
+
+
+def _has_type(value: object, kind: str) -> bool:
+    types = {_NUMBER: (int, float), _WHOLE: int, _TEXT: str, _FLAG: bool, _TABLE: Mapping, _LIST: list}[kind]
+    return isinstance(value, types) and (kind == _FLAG or not isinstance(value, bool))
+
+
+def _peaks(table: Mapping[str, Any], where: str) -> dict[str, float]:
+    known = dict.fromkeys(("bf16", "fp16", "fp8", "fp4", "tf32", "fp32", "fp64"), _NUMBER)
+    check_keys(table, known, f"{where}.peak_tflops")
+    if "fp32" not in table:
+        raise ClusterError(f"{where}: peak_tflops.fp32 is missing.", expected=_NUMBER, found=", ".join(table),
+                           change="add fp32; it also stands in for dtypes that are not listed")
+    return {dtype: tflops * 1e12 for dtype, tflops in table.items()}
+
+
+def _links(spec: Mapping[str, Any], where: str) -> dict[str, dict[str, LinkConstants]]:
+    """Constants of the two links the device uses: its own table first, then ``links.toml``."""
+    tables = {**link_tables(), **spec.get("links", {})}
+    for key in ("scale_up_link", "network_link"):
+        if spec[key] not in tables:
+            raise ClusterError(f"{where}: {key} is a kind of link that is not known.", expected="a kind of link",
+                               found=spec[key], change=nearest(spec[key], tables))
+    return {link: _link_constants(tables[link], f"{where}.links.{link}")
+            for link in (spec["scale_up_link"], spec["network_link"])}
+
+
+def _link_constants(table: Mapping[str, Any], where: str) -> dict[str, LinkConstants]:
+    constants = {}
+    for kind in COLLECTIVES:
+        entry = table.get(kind)
+        if not isinstance(entry, Mapping) or not {"efficiency", "base_us", "step_us", "source"} <= entry.keys():
+            raise ClusterError(f"{where}: {kind} is missing or incomplete.",
+                               expected="efficiency, base_us, step_us and source", found=repr(entry),
+                               change=f"add the table {kind}")
+        constants[kind] = LinkConstants(entry["efficiency"], entry["base_us"] * 1e-6, entry["step_us"] * 1e-6,
+                                        entry["source"])
+    return constants
+
+
+@functools.cache
+def link_tables() -> dict[str, Any]:
+    """``links.toml``: kind of link -> collective -> efficiency, base_us, step_us, source."""
+    return tomllib.loads((DATA / "links.toml").read_text(encoding="utf-8"))
