@@ -11,7 +11,7 @@ STAMP := $(VENV)/.autopar-setup
 TYPES := build/types
 
 # One thread a process: the tests run two at a time, and each may start several ranks of its own.
-PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m pytest -q -n 2
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m pytest -n 2
 
 .PHONY: help setup demo test test-slow lint types clean
 .DEFAULT_GOAL := help

@@ -25,7 +25,6 @@ from autopar.cost_model.hardware import (
     device_from_spec,
     device_names,
     load_device,
-    nearest,
     preset_spec,
 )
 from autopar.errors import ClusterError
@@ -148,7 +147,7 @@ class Cluster:
                 change="choose degrees whose product is the number of devices",
             )
         domain = self._domain()
-        # A group's ranks ascend along dim 1, so its domains are runs; groups that span as many domains have runs as long.
+        # The ranks of a group ascend along dim 1, so those of one domain are a run.
         domains = np.arange(self.size).reshape(-1, size, stride) // domain
         spans = (np.diff(domains, axis=1) > 0).sum(axis=1) + 1
         block, _, offset = np.unravel_index(spans.argmax(), (len(domains), 1, stride))
@@ -202,14 +201,15 @@ def _preset_of(cuda_name: str) -> str:
                if name.lower() in cuda_name.lower()]
     if not matches:
         raise ClusterError(f"There is no preset for the device {cuda_name!r}.", expected="a device with a preset",
-                           found=cuda_name,
-                           change=f"pass cluster=Cluster.load(file) describing it, or {nearest(cuda_name, device_names())}")
+                           found=cuda_name, change="pass cluster=Cluster.load(file) with a file that describes it, or "
+                                                   f"a preset: {', '.join(device_names())}")
     return max(matches)[1]
 
 
 def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
     """TOML text of nested tables of numbers, text, booleans and lists: JSON's notation for these is TOML's too."""
-    lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
+    plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
+    lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in plain.items()]
     for key, value in table.items():
         if isinstance(value, Mapping):
             path = f"{prefix}{json.dumps(key)}"

@@ -1,19 +1,30 @@
 """Seconds that a collective takes: alpha-beta formulas over a hierarchy of two links.
 
 X is the **whole** tensor in bytes: what every rank holds after an all-gather, what every rank holds before a
-reduce-scatter or an all-reduce, the sum over all ranks for an all-to-all, the message for p2p. A group has n ranks, of
-which L lie in each of H hosts (n = L H); B is the bandwidth of the link within a host (NVLink, xGMI, PCIe), b that of one
-device's share of the network. Within one host (H = 1) the formulas are the ring's of field_notes: (n-1)/n X/B plus n-1
-steps. Across hosts they are the two-level ones: each rank exchanges 1/L of the tensor with its counterparts in the
-other hosts over its own NIC, and the host exchanges it within; large messages are pipelined in chunks, so the slower
-part counts (Max), not the sum. Checked against nccl_curves.csv: for two hosts of H100 with 8 x 200 Gb/s a flat ring could
-reach a bus bandwidth of 200 GB/s, two levels 375, published 339; with 8 x 400 Gb/s 400 and 514 for 487
-(benchmarks/fit_links.py prints them all).
+reduce-scatter or an all-reduce, the sum over all ranks for an all-to-all, the message for p2p. A group has n ranks,
+of which L lie in each of H hosts (n = L H). B is the bandwidth of the link within a host (NVLink, xGMI, PCIe), b that
+of one device's share of the network; ``a`` and ``c`` are the latencies of a step on them, t0 what a call costs at any
+size.
 
-An all-reduce takes 2 log2(H) steps between hosts since NCCL takes a double binary tree for short messages (NVIDIA
-developer blog, "Massively scale your deep learning training with NCCL 2.4", 2019); the others are rings there too.
-An all-to-all sends to all hosts at once; that its latency grows by one step a host is an assumption without data.
-t0 is what a call costs whatever its size, ``a`` and ``c`` the step within a host and between hosts.
+Within one host the volumes are the ring's (field_notes): V = (n-1)/n X/B for all-gather and reduce-scatter, twice
+that for all-reduce, (n-1)/n X/n /B for all-to-all, each with its n-1 steps. An all-reduce that a switch carries out
+(NVLink SHARP; S its bandwidth) moves (L+1)/L X a device; NCCL takes the faster. The published bus bandwidths of 5 to
+8 H200 (414, 436, 460, 473 GB/s) follow this within 3 %, and the ring's are 363 to 366.
+
+Across hosts each rank exchanges 1/L of the tensor with its counterparts in the other hosts over its own NIC while the
+host exchanges it within. Long messages are pipelined in chunks, so the slower part counts (Max), not the sum.
+Published all-reduces bear that out: on two hosts of H100 with 8 x 200 Gb/s a flat ring would be bound to a bus
+bandwidth of 200 GB/s, two levels to 375, and 339 was measured. Between hosts an all-reduce takes 2 log2(H) steps,
+since NCCL takes a double binary tree for short messages (NVIDIA developer blog, "Massively scale your deep learning
+training with NCCL 2.4", 2019); the others are rings. That the latency of an all-to-all grows by one step a host is an
+assumption without data.
+
+A pipeline also has to fill. Sending V seconds' worth in k chunks over s hops of latency r takes (k + s)(r + V/k), at
+the best k (sqrt(s r) + sqrt(V))^2 = V + s r + 2 sqrt(s r V); the last term, with f = s r within a host and g between
+hosts, is what makes NCCL's bandwidth rise so slowly with size. Fitting it halves the mean error on the published
+curves (8 B200: 0.15 to 0.08, A100: 0.16 to 0.08) and removes its bias. f = 0 leaves plain alpha-beta.
+
+Known limit: racks of 72 devices are assumed to use all their NICs; 20 such racks do not by far (published: half).
 """
 
 from __future__ import annotations
@@ -25,7 +36,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import sympy
-from sympy import Max, Piecewise, log
+from sympy import Max, Min, Piecewise, log
 
 from autopar.cluster import Group
 from autopar.cost_model.hardware import COLLECTIVES, Device, nearest
@@ -33,18 +44,28 @@ from autopar.cost_model.hardware import COLLECTIVES, Device, nearest
 Bytes = float | npt.NDArray[np.floating[Any]] | npt.NDArray[np.integer[Any]]
 Seconds = float | npt.NDArray[np.float64]
 
-SYMBOLS = sympy.symbols("X n L H B b t0 a c", nonnegative=True)
-_X, _n, _L, _H, _B, _b, _t0, _a, _c = SYMBOLS
+SYMBOLS = sympy.symbols("X n L H B S f b g t0 a c", nonnegative=True)
+_X, _n, _L, _H, _B, _S, _f, _b, _g, _t0, _a, _c = SYMBOLS
 
-_RING = Max((_L - 1) / _L * _X / _B, (_H - 1) / _H * _X / (_L * _b))
-_RING_STEPS = (_L - 1) * _a + (_H - 1) * _c
+
+def _filled(volume: sympy.Expr, fill: sympy.Expr) -> sympy.Expr:
+    """Seconds of a pipelined transfer that would take ``volume`` seconds at full bandwidth."""
+    return volume + 2 * sympy.sqrt(fill * volume)
+
+
+_WITHIN, _BETWEEN = (_L - 1) / _L * _X / _B, (_H - 1) / _H * _X / (_L * _b)
+_GATHER = Max(_filled(_WITHIN, _f), _filled(_BETWEEN, _g)) + _t0 + (_L - 1) * _a + (_H - 1) * _c
+_REDUCED_WITHIN = Min(2 * _WITHIN, (_L + 1) / _L * _X / _S)
+_EXCHANGED_WITHIN, _EXCHANGED_BETWEEN = (_L - 1) / _n * _X / _n / _B, (_n - _L) / _n * _X / _n / _b
 
 FORMULAS: dict[str, sympy.Expr] = {
-    "all_gather": _RING + _t0 + _RING_STEPS,
-    "reduce_scatter": _RING + _t0 + _RING_STEPS,
-    "all_reduce": 2 * _RING + _t0 + 2 * (_L - 1) * _a + 2 * log(_H, 2) * _c,
-    "all_to_all": Max((_L - 1) / _n * _X / _n / _B, (_n - _L) / _n * _X / _n / _b) + _t0 + _RING_STEPS,
-    "p2p": Piecewise((_X / _b + _t0 + _c, _H > 1), (_X / _B + _t0 + _a, True)),
+    "all_gather": _GATHER,
+    "reduce_scatter": _GATHER,
+    "all_reduce": Max(_filled(_REDUCED_WITHIN, _f), _filled(2 * _BETWEEN, _g))
+    + _t0 + 2 * (_L - 1) * _a + 2 * log(_H, 2) * _c,
+    "all_to_all": Max(_filled(_EXCHANGED_WITHIN, _f), _filled(_EXCHANGED_BETWEEN, _g))
+    + _t0 + (_L - 1) * _a + (_H - 1) * _c,
+    "p2p": _t0 + Piecewise((_filled(_X / _b, _g) + _c, _H > 1), (_filled(_X / _B, _f) + _a, True)),
 }
 """Seconds of each collective, over ``SYMBOLS``."""
 
@@ -56,6 +77,9 @@ WIRE_BYTES: dict[str, sympy.Expr] = {
     "p2p": _X,
 }
 """Bytes that one rank sends (ring algorithms), over X and n."""
+
+NO_SWITCH = 1.0
+"""S in bytes/s where no switch reduces: so slow that the ring is always taken."""
 
 
 @functools.cache
@@ -79,20 +103,22 @@ def collective_seconds(kind: str, nbytes: Bytes, group: Group, device: Device) -
     """Seconds of the collective ``kind`` on a tensor of ``nbytes`` bytes (see the module: the whole tensor X).
 
     ``nbytes`` may be an array: the answer has its shape. A group of one rank costs nothing. The constants are those of
-    ``device`` for the links of ``group``; links.toml names their sources. Known limit: the efficiency of an all-reduce
-    on NVSwitch was measured on all 8 devices of a host, where the switch reduces; groups of 2 or 4 are a little slower.
+    ``device`` for the links of ``group``; links.toml names their sources.
     """
     compiled = _compiled(kind)
     x = np.asarray(nbytes, dtype=np.float64)
     if group.size == 1:
         return _plain(np.zeros_like(x))
     intra = device.constants(group.intra, kind)
-    b, base, c = 1.0, intra.base, 0.0  # within one host the terms of b and c are zero
+    within = intra.efficiency * group.intra.bandwidth
+    switch = intra.switch_efficiency * group.intra.bandwidth or NO_SWITCH
+    between, fill, base, step = 1.0, 0.0, intra.base, 0.0  # within one host the terms of the network are zero
     if group.inter is not None:
         inter = device.constants(group.inter, kind)
-        b, base, c = inter.efficiency * group.inter.bandwidth, intra.base + inter.base, inter.step
-    seconds = compiled(x, group.size, group.per_host, group.hosts, intra.efficiency * group.intra.bandwidth, b,
-                       base, intra.step, c)
+        between, fill = inter.efficiency * group.inter.bandwidth, inter.fill
+        base, step = intra.base + inter.base, inter.step
+    seconds = compiled(x, group.size, group.per_host, group.hosts, within, switch, intra.fill, between, fill,
+                       base, intra.step, step)
     return _plain(np.asarray(seconds, dtype=np.float64))
 
 

@@ -1,8 +1,8 @@
 """What one device can do, read from the data files beside this module: peaks, memory, links, measured constants.
 
-A preset is a TOML file in ``data/`` whose key names carry the units (``memory_gib``, ``network_gbs``) and which names the
-source of every number. The constants of the links (how much of the nominal bandwidth a collective reaches, and its
-latencies) are shared by devices with the same kind of link and lie in ``data/links.toml``, which
+A preset is a TOML file in ``data/`` whose key names carry the units (``memory_gib``, ``network_gbs``) and which names
+the source of every number. The constants of the links (how much of the nominal bandwidth a collective reaches, and
+its latencies) are shared by devices with the same kind of link and lie in ``data/links.toml``, which
 ``benchmarks/fit_links.py`` writes. Everything in a ``Device`` is in SI units: FLOP/s, bytes, bytes/s, seconds.
 """
 
@@ -34,7 +34,8 @@ _DTYPE_NAMES = {
     torch.float8_e5m2: "fp8",
 }
 
-_NUMBER, _WHOLE, _TEXT, _FLAG, _TABLE, _LIST = "a number", "a whole number", "text", "true or false", "a table", "a list"
+_NUMBER, _WHOLE, _TEXT = "a number", "a whole number", "text"
+_FLAG, _TABLE, _LIST = "true or false", "a table", "a list"
 _KEYS = {
     "name": _TEXT,
     "source": _TEXT,
@@ -58,7 +59,8 @@ _KEYS = {
     "links": _TABLE,
 }
 _OPTIONAL = {"notes", "sources", "cuda_names", "scale_up_spans_hosts", "scale_up_mesh", "links"}
-_MAY_BE_ZERO = {"matmul_ramp_us", "launch_overhead_us"}
+_LINK_KEYS = {"efficiency": _NUMBER, "base_us": _NUMBER, "step_us": _NUMBER, "fill_us": _NUMBER, "source": _TEXT}
+_MAY_BE_ZERO = {"matmul_ramp_us", "launch_overhead_us", "base_us", "step_us", "fill_us"}
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,17 @@ class Link:
 class LinkConstants:
     """What one collective reaches on one kind of link.
 
-    ``efficiency`` is achieved over nominal bandwidth (it may exceed 1: reduction inside the switch sends less than the
-    formula counts), ``base`` seconds a call and ``step`` seconds a step of the algorithm.
+    ``efficiency`` is achieved over nominal bandwidth, ``base`` seconds a call and ``step`` seconds a step of the
+    algorithm, ``fill`` seconds in which its pipeline fills. ``switch_efficiency`` is that of a reduction inside the
+    switch, 0 where there is none.
     """
 
     efficiency: float
     base: float
     step: float
+    fill: float
     source: str
+    switch_efficiency: float
 
 
 @dataclass(frozen=True)
@@ -182,8 +187,9 @@ def check_keys(table: Mapping[str, Any], known: Mapping[str, str], where: str) -
 
 
 def _has_type(value: object, kind: str) -> bool:
-    types = {_NUMBER: (int, float), _WHOLE: int, _TEXT: str, _FLAG: bool, _TABLE: Mapping, _LIST: list}[kind]
-    return isinstance(value, types) and (kind == _FLAG or not isinstance(value, bool))
+    types: dict[str, tuple[type, ...]] = {_NUMBER: (int, float), _WHOLE: (int,), _TEXT: (str,), _FLAG: (bool,),
+                                          _TABLE: (Mapping,), _LIST: (list,)}
+    return isinstance(value, types[kind]) and (kind == _FLAG or not isinstance(value, bool))
 
 
 def _peaks(table: Mapping[str, Any], where: str) -> dict[str, float]:
@@ -210,16 +216,19 @@ def _link_constants(table: Mapping[str, Any], where: str) -> dict[str, LinkConst
     constants = {}
     for kind in COLLECTIVES:
         entry = table.get(kind)
-        if not isinstance(entry, Mapping) or not {"efficiency", "base_us", "step_us", "source"} <= entry.keys():
+        if not isinstance(entry, Mapping) or not entry.keys() >= set(_LINK_KEYS):
             raise ClusterError(f"{where}: {kind} is missing or incomplete.",
-                               expected="efficiency, base_us, step_us and source", found=repr(entry),
+                               expected=", ".join(_LINK_KEYS), found=repr(entry),
                                change=f"add the table {kind}")
-        constants[kind] = LinkConstants(entry["efficiency"], entry["base_us"] * 1e-6, entry["step_us"] * 1e-6,
-                                        entry["source"])
+        check_keys(entry, _LINK_KEYS | {"switch_efficiency": _NUMBER}, f"{where}.{kind}")
+        constants[kind] = LinkConstants(
+            efficiency=entry["efficiency"], base=entry["base_us"] * 1e-6, step=entry["step_us"] * 1e-6,
+            fill=entry["fill_us"] * 1e-6, source=entry["source"], switch_efficiency=entry.get("switch_efficiency", 0.0),
+        )
     return constants
 
 
 @functools.cache
 def link_tables() -> dict[str, Any]:
-    """``links.toml``: kind of link -> collective -> efficiency, base_us, step_us, source."""
+    """``links.toml``: kind of link -> collective -> efficiency, base_us, step_us, fill_us, source."""
     return tomllib.loads((DATA / "links.toml").read_text(encoding="utf-8"))

@@ -36,7 +36,6 @@ def prepare(folder: Path = FOLDER) -> Path:
     """Save the model (float32, safetensors) and its tokenizer to ``folder``, unless they are there already."""
     if is_prepared(folder):
         return folder
-    os.environ.setdefault("TQDM_DISABLE", "1")  # read at import
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = gguf_path()
@@ -48,12 +47,15 @@ def prepare(folder: Path = FOLDER) -> Path:
     model.load_state_dict(packed.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
 
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.rename(folder)
+    try:
+        unfinished.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(unfinished)
+        if not is_prepared(folder):
+            raise
     return folder
 
 

@@ -37,8 +37,7 @@ def attention_forward(module: nn.Module, query: Tensor, key: Tensor, value: Tens
     if s_aux is not None or position_bias is not None:
         raise CaptureError(f"{type(module).__name__} uses attention sinks or a position bias inside attention",
                            expected="attention without `s_aux` and `position_bias`", found="one of them is set",
-                           change="load the model with attn_implementation='eager' is not supported either; "
-                                  "this architecture cannot be captured yet")
+                           change="use another architecture: this one cannot be captured yet")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     key_mask = bias = None
     if attention_mask is not None and attention_mask.dim() == 2:
@@ -50,12 +49,15 @@ def attention_forward(module: nn.Module, query: Tensor, key: Tensor, value: Tens
     seed = starts = None
     stream, extent = 0, []
     mode = active_dropout()
-    if dropout > 0.0 and mode is not None:
+    if dropout > 0.0:
+        if mode is None:
+            raise CaptureError("attention dropout needs a seed", expected="a forward inside autopar.ops.counter_dropout",
+                               found="none is active", change="run the model through autopar.parallelize or verify")
         seed, stream = mode.seed, mode.next_stream()
         starts = torch.zeros(4, dtype=torch.int64, device=query.device)
         extent = [*query.shape[:3], key.shape[2]]
     out, _ = attention(query, key, value, key_mask, bias, seed, starts, scale, causal, 0, softcap or 0.0,
-                       dropout if seed is not None else 0.0, stream, extent)
+                       dropout, stream, extent)
     return out.transpose(1, 2), None
 
 
@@ -92,8 +94,14 @@ def _register() -> None:
 
 
 def prepare(model: nn.Module) -> None:
-    """Switch a (cloned) transformers model to our attention, and its caches off."""
+    """Switch a (cloned) transformers model to our attention, its caches and its own recomputation off.
+
+    Gradient checkpointing inside the model would be traced into the graph and draw other dropout masks the second time;
+    what is recomputed is the plan's decision.
+    """
     _register()
+    if getattr(model, "is_gradient_checkpointing", False):
+        model.gradient_checkpointing_disable()  # type: ignore[operator]
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "use_cache"):

@@ -168,14 +168,33 @@ def _einsum(graph: fx.Graph, like: fx.Node, a: _Operand, b: _Operand, shared: li
     return node
 
 
-def _match(first: _Operand, second: _Operand, shared: list[tuple[int, int]], originals: tuple[fx.Node, fx.Node]) -> tuple[_Operand, _Operand]:
-    """Open operands only where the factors they share have equal sizes; close both otherwise."""
-    if all(first.sizes(ga) == second.sizes(gb) for ga, gb in shared):
-        return first, second
-    for candidates in ((first, _closed(originals[1])), (_closed(originals[0]), second)):
-        if all(candidates[0].sizes(ga) == candidates[1].sizes(gb) for ga, gb in shared):
-            return candidates
-    return _closed(originals[0]), _closed(originals[1])
+def _split(graph: fx.Graph, like: fx.Node, operand: _Operand, group: int, sizes: tuple[int, ...]) -> _Operand:
+    """View the one dim of ``group`` as ``sizes``, so that its factors can be named one by one."""
+    (dim,) = operand.groups[group]
+    shape = list(_shape(operand.source))
+    view = graph.call_function(aten.view.default, (operand.source, shape[:dim] + list(sizes) + shape[dim + 1:]))
+    view.meta = {**like.meta, "val": operand.source.meta["val"].new_empty(view.args[1])}
+    more = len(sizes) - 1
+    groups = [tuple(d + more if d > dim else d for d in g) for g in operand.groups]
+    groups[group] = tuple(range(dim, dim + len(sizes)))
+    return _Operand(view, tuple(groups))
+
+
+def _match(graph: fx.Graph, like: fx.Node, a: _Operand, b: _Operand, shared: list[tuple[int, int]],
+           originals: tuple[fx.Node, fx.Node]) -> tuple[_Operand, _Operand]:
+    """Give shared groups the same factors on both sides: a weight's dim is opened into heads and head dim where the
+    activation has them apart. Where neither side is a single dim, both are taken as they are."""
+    for ga, gb in shared:
+        left, right = a.sizes(ga), b.sizes(gb)
+        if left == right:
+            continue
+        if len(left) == 1:
+            a = _split(graph, like, a, ga, right)
+        elif len(right) == 1:
+            b = _split(graph, like, b, gb, left)
+        else:
+            return _closed(originals[0]), _closed(originals[1])
+    return a, b
 
 
 def _replace_product(graph: fx.Graph, node: fx.Node) -> None:
@@ -188,8 +207,8 @@ def _replace_product(graph: fx.Graph, node: fx.Node) -> None:
     batched = node.target is aten.bmm.default
     shared = [(0, 0), (2, 1)] if batched else [(1, 0)]
     result = [("a", 0), ("a", 1), ("b", 2)] if batched else [("a", 0), ("b", 1)]
-    a, b = _match(_open(operands[0]), _open(operands[1]), shared, operands)
     with graph.inserting_before(node):
+        a, b = _match(graph, node, _open(operands[0]), _open(operands[1]), shared, operands)
         product = _einsum(graph, node, a, b, shared, result)
         if bias is not None:
             # The bias is a vector over the last group; it adds before the view, where the batch is still apart.
@@ -217,7 +236,26 @@ def products_to_einsum(graph: fx.Graph) -> None:
             _replace_product(graph, node)
 
 
-NORMAL_FORM: tuple[Callable[[fx.Graph], None], ...] = (drop_noops, products_to_einsum, drop_noops, drop_noops)
+def sums_through_views(graph: fx.Graph) -> None:
+    """Sum the tensor before dims were merged, not after: a bias gradient sums over batch and sequence, two factors."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.sum.dim_IntList or 0 in _shape(node.args[0]):
+            continue
+        opened = _open(node.args[0])
+        dims = [d % len(opened.groups) for d in node.args[1]] or list(range(len(opened.groups)))
+        kept = [d for g, group in enumerate(opened.groups) if g not in dims for d in group]
+        if opened.source is node.args[0] or kept != sorted(kept):
+            continue
+        over = sorted(d for g in dims for d in opened.groups[g])
+        with graph.inserting_before(node):
+            total = graph.call_function(aten.sum.dim_IntList, (opened.source, over), dict(node.kwargs))
+            total.meta = {**node.meta, "val": node.meta["val"].new_empty([_shape(opened.source)[d] for d in kept])}
+            view = _view(graph, total, node)
+        node.replace_all_uses_with(view)
+        graph.erase_node(node)
+
+
+NORMAL_FORM: tuple[Callable[[fx.Graph], None], ...] = (drop_noops, products_to_einsum, sums_through_views, drop_noops, drop_noops)
 
 
 def normalize(graph: fx.Graph) -> None:

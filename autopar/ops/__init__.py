@@ -1,18 +1,21 @@
 """Operators of autopar's own: importing this package registers them under ``torch.ops.autopar``.
 
-``starts`` turns a rank's mesh coordinates into the global index of its shard, ``dropout`` and ``attention`` are the two
+``starts`` turns a rank's mesh coordinates into the global index of its shard; ``dropout`` and ``attention`` are the two
 operators whose result may not depend on how tensors are split or on the device a plan was made on (DESIGN.md, 4 and 5).
+Import these two from their modules, which have the same names.
 """
 
 from __future__ import annotations
 
-from autopar.ops.attention import attention, attention_backward, scaled_dot_product_attention
+from autopar.ops import attention, coordinates, dropout
+from autopar.ops.attention import scaled_dot_product_attention
 from autopar.ops.coordinates import starts
-from autopar.ops.dropout import counter_dropout, dropout, keep_mask
+from autopar.ops.dropout import active_dropout, counter_dropout, keep_mask
 
 __all__ = [
+    "active_dropout",
     "attention",
-    "attention_backward",
+    "coordinates",
     "counter_dropout",
     "dropout",
     "keep_mask",

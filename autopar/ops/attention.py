@@ -337,7 +337,7 @@ def attention_backward(
     stream: int,
     extent: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Contiguous gradients (dq, dk, dv) of ``attention``, from its arguments and results and grad_out [B, Hq, S, Dv]."""
+    """Contiguous gradients (dq, dk, dv) of ``attention``, by its arguments, its results and grad_out [B, Hq, S, Dv]."""
     c = _Call(q, k, v, key_mask, bias, seed, starts, scale, causal, window, softcap, dropout, stream, extent)
     dq, dk, dv = _BACKWARD[_backend(c)](c, grad_out, out, lse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()

@@ -129,11 +129,13 @@ def rule(call: OpCall, annotation: str, *, reduced: Mapping[str, str] | None = N
     ``sizes`` and is derived. Raises ValueError if the annotation does not fit the call.
     """
     operands, results = _parse(annotation)
-    return make_rule(call, operands, results, reduced=reduced, fixed=fixed, sizes=sizes, linear=linear, localize=localize)
+    return make_rule(call, operands, results, reduced=reduced, fixed=fixed, sizes=sizes, linear=linear,
+                     localize=localize)
 
 
-def make_rule(call: OpCall, operands: Sequence[Dims], results: Sequence[Dims], *, reduced: Mapping[str, str] | None = None,
-              fixed: Sequence[str] = (), sizes: Mapping[str, int] | None = None, linear: Sequence[Sequence[int]] = (),
+def make_rule(call: OpCall, operands: Sequence[Dims], results: Sequence[Dims], *,
+              reduced: Mapping[str, str] | None = None, fixed: Sequence[str] = (),
+              sizes: Mapping[str, int] | None = None, linear: Sequence[Sequence[int]] = (),
               localize: Localize | None = None) -> Rule:
     """`rule` for factors already given by dim."""
     reduced = dict(reduced or {})
@@ -204,12 +206,13 @@ def is_valid(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
                 if f in pieces and not wholly:
                     return False
                 wholly = wholly and pieces.get(f, 1) == rule.sizes[f]
-    ops = {rule.reduced[c.factor] for c in strategy if c.factor in rule.reduced} | {"sum" for c in strategy if c.linear}
+    ops = {rule.reduced[f] for f in taken if f in rule.reduced} | {"sum" for c in strategy if c.linear}
     return len(ops) <= 1
 
 
-def strategies(rule: Rule, mesh: Mesh, allowed: Callable[[str, Choice], bool] = lambda axis, choice: True) -> list[Strategy]:
-    """Every valid strategy whose choice on each axis is ``allowed(axis, choice)``; replicated on all axes comes first."""
+def strategies(rule: Rule, mesh: Mesh,
+               allowed: Callable[[str, Choice], bool] = lambda axis, choice: True) -> list[Strategy]:
+    """Every valid strategy whose choice on each axis is ``allowed(axis, choice)``; all replicated comes first."""
     every = choices(rule)
     per_axis = [[c for c in every if allowed(axis, c)] for axis in mesh.names]
     return [s for s in itertools.product(*per_axis) if is_valid(rule, s, mesh)]
@@ -226,7 +229,7 @@ def layouts(rule: Rule, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Layout, .
         present = {f for factors in tensor for f in factors}
         pairs = []
         for axis, choice in zip(mesh.names, strategy, strict=True):
-            if choice.factor in rule.reduced and choice.factor not in present:
+            if choice.factor is not None and choice.factor in rule.reduced and choice.factor not in present:
                 pairs.append((axis, rule.reduced[choice.factor]))
             elif choice.linear is not None:
                 pairs.append((axis, "sum"))
@@ -249,3 +252,24 @@ def work_share(rule: Rule, strategy: Strategy, mesh: Mesh) -> float:
 def run_local(rule: Rule, local: Local) -> Any:
     """Write (or run) one rank's computation."""
     return rule.localize(local) if rule.localize is not None else local.default()
+
+
+def op_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[TensorSpec],
+            spec_of: Callable[[Any], TensorSpec | None]) -> tuple[OpCall, list[Any]]:
+    """A call as an `OpCall`, and the leaves that are its operands, in order.
+
+    ``spec_of(leaf)`` is the spec of a tensor among the arguments (a tensor, an ``fx.Node``, ...), else None.
+    ``results`` are the tensors that the operator returns, flattened; places that hold None in its output are left out.
+    """
+    leaves: list[Any] = []
+    specs: list[TensorSpec] = []
+
+    def replace(leaf: Any) -> Any:
+        if (spec := spec_of(leaf)) is None:
+            return leaf
+        leaves.append(leaf)
+        specs.append(spec)
+        return Arg(len(leaves) - 1)
+
+    new_args, new_kwargs = pytree.tree_map(replace, (tuple(args), dict(kwargs)))
+    return OpCall(target, new_args, new_kwargs, tuple(specs), tuple(results)), leaves

@@ -1,1 +1,16 @@
 """One small file per operator family, each registering the sharding rules of its operators."""
+
+from autopar.sharding.rules import (  # noqa: F401  importing a family registers its rules
+    attention,
+    factory,
+    index,
+    matmul,
+    norm,
+    pointwise,
+    random,
+    reduction,
+    view,
+)
+from autopar.sharding.rules.registry import register, registered, replicated_rule, rule_for
+
+__all__ = ["register", "registered", "replicated_rule", "rule_for"]

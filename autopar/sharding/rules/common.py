@@ -72,8 +72,10 @@ def start_of(local: Local, layout: Layout, shape: Sequence[int], dim: int) -> An
 
 
 def own_indices(local: Local, index: Any, layout: Layout, shape: Sequence[int], dim: int) -> tuple[Any, Any]:
-    """Global ``index`` into a split ``dim`` as (index into this rank's piece, whether it lies outside of it). Those outside
-    are clamped, so that they may be used and the outcome be masked."""
+    """Global ``index`` into a split ``dim`` as (index into this rank's piece, whether it lies outside of it).
+
+    Those outside are clamped, so that they may be used and the outcome be masked.
+    """
     emit, size = local.emit, layout.local_shape(local.mesh, shape)[dim]
     shifted = emit(aten.sub.Tensor, index, start_of(local, layout, shape, dim))
     outside = emit(aten.logical_or.default, emit(aten.lt.Scalar, shifted, 0), emit(aten.ge.Scalar, shifted, size))
@@ -88,7 +90,8 @@ def zero_where(local: Local, value: Any, mask: Any) -> Any:
 def once(local: Local, operand: int) -> Any:
     """An operand that is added to a `Partial` result: kept by the first rank, zero on the others. Axes over which it is
     itself `Partial` do not count."""
-    axes = tuple(pair[0] for pair in local.result_layouts[0].partial if pair not in local.operand_layouts[operand].partial)
+    own = local.operand_layouts[operand].partial
+    axes = tuple(pair[0] for pair in local.result_layouts[0].partial if pair not in own)
     if not axes:
         return local.operands[operand]
     pieces = math.prod(local.mesh.degree(axis) for axis in axes)

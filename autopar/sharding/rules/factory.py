@@ -34,10 +34,12 @@ def arange(call: OpCall) -> Rule:
     return make_rule(call, [], [(("n",),)], localize=localize)
 
 
-@register(aten.empty.memory_format, aten.full.default, aten.ones.default, aten.scalar_tensor.default, aten.zeros.default)
+@register(aten.empty.memory_format, aten.full.default, aten.ones.default, aten.scalar_tensor.default,
+          aten.zeros.default)
 def constant(call: OpCall) -> Rule:
     scalar = call.target is aten.scalar_tensor.default
-    return make_rule(call, [], [names("d", len(call.results[0].shape))], localize=None if scalar else with_local_shape(0))
+    dims = names("d", len(call.results[0].shape))
+    return make_rule(call, [], [dims], localize=None if scalar else with_local_shape(0))
 
 
 @register(aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default)

@@ -40,8 +40,10 @@ def einsum(call: OpCall) -> Rule | None:
             sizes[letter] = max(size, sizes.get(letter, size)) if size else 0
     diagonal = {f for term in (*terms, right) for f in term if term.count(f) > 1}
     # einsum broadcasts dims of size 1
-    operands = [tuple((f,) if size == sizes[f] and f not in diagonal else () for f, size in zip(term, spec.shape, strict=True))
-                for term, spec in zip(terms, call.operands, strict=True)]
+    operands = [
+        tuple((f,) if size == sizes[f] and f not in diagonal else () for f, size in zip(term, spec.shape, strict=True))
+        for term, spec in zip(terms, call.operands, strict=True)
+    ]
     result = tuple(() if f in diagonal else (f,) for f in right)
     reduced = {f: "sum" for f in sizes if f not in right and f not in diagonal}
     linear = [(i,) for i, spec in enumerate(call.operands) if spec.dtype.is_floating_point]

@@ -10,8 +10,10 @@ from autopar.sharding.rules.common import aten, dim_by_dim, linear_args, names, 
 from autopar.sharding.rules.registry import register
 
 # These take no dims: they reduce over all.
-_OVER_ALL = (aten.all.default, aten.any.default, aten.max.default, aten.mean.default, aten.min.default, aten.prod.default,
-             aten.sum.default)
+_OVER_ALL = (
+    aten.all.default, aten.any.default, aten.max.default, aten.mean.default, aten.min.default, aten.prod.default,
+    aten.sum.default,
+)
 _DIM_POSITION = {aten.linalg_vector_norm.default: 2}  # of the others it is the second argument
 
 
@@ -32,8 +34,9 @@ def _reduction(call: OpCall, operation: str | None, *, linear: bool = False, loc
 
 
 @register(aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims,
-          aten.argmax.default, aten.argmin.default, aten.linalg_vector_norm.default, aten.logsumexp.default, aten.max.dim,
-          aten.min.dim, aten.prod.default, aten.prod.dim_int, aten.std.correction, aten.var.correction, aten.var_mean.correction)
+          aten.argmax.default, aten.argmin.default, aten.linalg_vector_norm.default, aten.logsumexp.default,
+          aten.max.dim, aten.min.dim, aten.prod.default, aten.prod.dim_int, aten.std.correction, aten.var.correction,
+          aten.var_mean.correction)
 def unsplit_reduction(call: OpCall) -> Rule:
     return _reduction(call, None)
 
@@ -53,7 +56,7 @@ def mean(call: OpCall) -> Rule:
     over = _reduced_dims(call)
 
     def localize(local: Local) -> Any:
-        # the pieces are equal, so the whole mean is the mean of the pieces' means; a sum could overflow where a mean does not
+        # the pieces are equal, so the mean is the mean of their means; a sum could overflow where a mean does not
         pieces = math.prod(local.operand_layouts[0].splits(local.mesh, d) for d in over)
         return local.default() if pieces == 1 else local.emit(aten.div.Scalar, local.default(), pieces)
 
@@ -70,7 +73,7 @@ def scan(call: OpCall) -> Rule:
     return dim_by_dim(call, normalized(call.args[1], len(call.results[0].shape)), linear=linear_args(call, (0,)))
 
 
-@register(aten.sort.default, aten.sort.stable, aten.topk.default, aten.cumprod.default, aten.logcumsumexp.default)
+@register(aten.cumprod.default, aten.logcumsumexp.default, aten.sort.default, aten.sort.stable, aten.topk.default)
 def along_dim(call: OpCall) -> Rule:
     """Sorting and the like: along one dim, which stays whole."""
     position = {aten.topk.default: 2, aten.sort.stable: 2}.get(call.target, 1)

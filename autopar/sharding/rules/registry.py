@@ -13,7 +13,7 @@ _RULES: dict[Any, RuleFunction] = {}
 
 
 def register(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
-    """Make the decorated function the rule of ``targets``. It returns None for forms of a call that it does not cover."""
+    """Make the decorated function the rule of ``targets``. It returns None for calls that it does not cover."""
 
     def decorate(function: RuleFunction) -> RuleFunction:
         for target in targets:

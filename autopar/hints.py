@@ -1,0 +1,231 @@
+"""What the user fixes of a plan: degrees, ZeRO, a memory limit, and how named parameters are split.
+
+A parameter pattern is a name in which ``*`` stands for one or more characters of any kind, dots included; everything
+else is literal. So ``*`` between dots stands for one path component or several: ``model.layers.*.weight`` matches
+``model.layers.3.mlp.down_proj.weight``, and ``*`` alone matches every parameter.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from autopar.errors import HintError
+
+AXES = ("dp", "tp")
+ZERO_STAGES = (0, 3)
+
+_BYTE_UNITS = {"b": 1} | {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)} | {
+    f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgt", 1)}
+
+
+def nearest_names(name: str, known: Iterable[str]) -> str:
+    """What to change, in words: the names closest to ``name``, or the first few where none is close."""
+    names = list(dict.fromkeys(known))
+    if close := difflib.get_close_matches(name, names, n=3, cutoff=0.5):
+        return f"did you mean {' or '.join(close)}?"
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"there are: {', '.join(names[:5]) or 'none'}{more}"
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of a size given as an int or as text such as ``"70GiB"`` (2^30), ``"512MB"`` (10^6) or ``"4096"``; the
+    case of the unit does not matter. HintError if it cannot be read or is less than one byte."""
+    value: float = 0
+    if isinstance(size, int) and not isinstance(size, bool):
+        value = size
+    elif isinstance(size, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)):
+        value = float(match[1]) * _BYTE_UNITS.get(match[2].lower() or "b", 0)
+    if value < 1:
+        raise HintError(f"Cannot read {size!r} as a number of bytes.",
+                        expected='a positive int in bytes, or text with a unit (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB)',
+                        found=repr(size), change='write for instance "70GiB"')
+    return int(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hints:
+    """Decisions that the planner must keep; None leaves them to it.
+
+    ``dp`` and ``tp`` are degrees, ``zero`` is 0 or 3, ``memory_limit`` is bytes a device (as `parse_bytes` reads them),
+    ``shard`` maps parameter patterns (see the module) to the dim that each axis splits, e.g.
+    ``{"model.layers.*.mlp.down_proj.weight": {"tp": 1}}``. HintError for bad values and for hints that contradict each
+    other whatever the model; what depends on model and cluster is for `check_hints`.
+    """
+
+    dp: int | None = None
+    tp: int | None = None
+    zero: int | None = None
+    memory_limit: int | str | None = None
+    shard: Mapping[str, Mapping[str, int]] | None = None
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if (degree := getattr(self, axis)) is not None and not _is_int(degree, 1):
+                raise HintError(f"{axis}={degree!r} is no degree.", expected="a whole number from 1, or None",
+                                found=repr(degree), change=f"give {axis} as a positive int, or leave it out")
+        if self.zero is not None and (not _is_int(self.zero, 0) or self.zero not in ZERO_STAGES):
+            raise HintError(f"zero={self.zero!r} is not available.", expected="0 (nothing is sharded) or 3",
+                            found=repr(self.zero), change="give zero=0 or zero=3, or leave it out")
+        if self.memory_limit is not None:
+            parse_bytes(self.memory_limit)
+        if self.shard is not None:
+            object.__setattr__(self, "shard", _checked_shard(self.shard))
+        _check_contradictions(self)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """``memory_limit`` in bytes."""
+        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The hints that are given, as plain values that `from_dict` reads."""
+        table = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.shard is not None:
+            table["shard"] = {pattern: dict(dims) for pattern, dims in self.shard.items()}
+        return {name: value for name, value in table.items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`. HintError names an unknown key."""
+        known = [field.name for field in fields(cls)]
+        for key in table:
+            if key not in known:
+                raise HintError(f"There is no hint {key!r}.", expected=", ".join(known), found=key,
+                                change=nearest_names(key, known))
+        return cls(**table)
+
+
+def matching(hints: Hints, *names: str) -> dict[str, int]:
+    """The dim that each axis must split of one parameter, by axis: all patterns that match any of its ``names`` (a tied
+    parameter has several) taken together. HintError, naming both patterns, if two disagree on an axis."""
+    found: dict[str, int] = {}
+    origin: dict[str, str] = {}
+    for pattern, dims in (hints.shard or {}).items():
+        if not any(_matches(pattern, name) for name in names):
+            continue
+        for axis, dim in dims.items():
+            if found.setdefault(axis, dim) != dim:
+                raise HintError(f"Two hints disagree on how {axis} splits {names[0]}.",
+                                expected="one dim an axis and parameter",
+                                found=f"dim {found[axis]} in shard[{origin[axis]!r}], dim {dim} in shard[{pattern!r}]",
+                                change="remove one of the two, or make its pattern narrower")
+            origin.setdefault(axis, pattern)
+    return found
+
+
+def check_hints(hints: Hints, world_size: int, parameter_shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check hints against a cluster of ``world_size`` ranks and a model's parameters (name to global shape).
+
+    HintError: degrees that do not multiply to or divide the world size, a pattern that matches no parameter (with the
+    nearest names), a dim that does not exist or does not divide by the degrees that the hints give its axes, two
+    patterns that disagree on a parameter, an axis to split that can only have degree 1.
+    """
+    degrees = _degrees(hints, world_size)
+    for pattern in hints.shard or {}:
+        if not any(_matches(pattern, name) for name in parameter_shapes):
+            raise HintError(f"The hint shard[{pattern!r}] matches no parameter.",
+                            expected="a parameter's name, * standing for any part of it", found=pattern,
+                            change=nearest_names(pattern, _candidates(pattern, parameter_shapes)))
+    for axis, degree in degrees.items():
+        for pattern, dims in (hints.shard or {}).items():
+            if axis in dims and degree == 1:
+                raise HintError(f"The hint shard[{pattern!r}] splits a dim over {axis}, which has degree 1 here.",
+                                expected=f"{axis} of at least 2", found=f"{_given(hints)} on {world_size} ranks",
+                                change=f"leave {axis} out of shard, or choose degrees with {axis} > 1")
+    for name, shape in parameter_shapes.items():
+        _check_dims(name, shape, matching(hints, name), degrees)
+
+
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _given(hints: Hints) -> str:
+    """The degrees that are hinted, as the user wrote them."""
+    given = [f"{axis}={getattr(hints, axis)}" for axis in AXES if getattr(hints, axis) is not None]
+    return ", ".join(given) or "no degrees"
+
+
+def _checked_shard(shard: object) -> dict[str, dict[str, int]]:
+    """A copy of ``shard`` that nobody else can change, or HintError if it is malformed."""
+    example = 'write for instance shard={"model.layers.*.mlp.down_proj.weight": {"tp": 1}}'
+    if not isinstance(shard, Mapping):
+        raise HintError("The hint shard is malformed.", expected="a mapping from parameter patterns to {axis: dim}",
+                        found=repr(shard), change=example)
+    for pattern, dims in shard.items():
+        if not isinstance(pattern, str) or not isinstance(dims, Mapping):
+            raise HintError(f"The hint shard[{pattern!r}] is malformed.", expected="a pattern (text) and {axis: dim}",
+                            found=f"{pattern!r}: {dims!r}", change=example)
+        for axis, dim in dims.items():
+            if axis not in AXES:
+                raise HintError(f"The hint shard[{pattern!r}] names an unknown axis {axis!r}.",
+                                expected=f"one of {', '.join(AXES)}", found=repr(axis), change=example)
+            if not _is_int(dim, 0):
+                raise HintError(f"The hint shard[{pattern!r}] splits no dim over {axis}.",
+                                expected="the number of a dim, counted from 0", found=repr(dim), change=example)
+    return {pattern: dict(dims) for pattern, dims in shard.items()}
+
+
+def _check_contradictions(hints: Hints) -> None:
+    """HintError where two hints cannot both hold, whatever the model."""
+    for pattern, dims in (hints.shard or {}).items():
+        for axis in dims:
+            if getattr(hints, axis) == 1:
+                raise HintError(f"The hints {axis}=1 and shard[{pattern!r}] contradict each other.",
+                                expected=f"{axis} of at least 2 where a parameter is split over it",
+                                found=f"{axis}=1 and shard={{{pattern!r}: {dict(dims)}}}",
+                                change=f"remove {axis}=1, or leave {axis} out of shard")
+        if "dp" in dims and hints.zero == 0:
+            raise HintError(f"The hints zero=0 and shard[{pattern!r}] contradict each other.",
+                            expected="zero=3 where a parameter rests split over dp",
+                            found=f"zero=0 and shard={{{pattern!r}: {dict(dims)}}}",
+                            change="give zero=3, or leave dp out of shard")
+
+
+def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
+    """The degrees that the hints fix: those given, and those that dp x tp = ``world_size`` leaves no choice."""
+    given = {axis: degree for axis in AXES if (degree := getattr(hints, axis)) is not None}
+    product = math.prod(given.values())
+    if len(given) == len(AXES) and product != world_size:
+        raise HintError(f"The hints {_given(hints)} do not match a cluster of {world_size} ranks.",
+                        expected=f"dp x tp = {world_size}", found=f"dp x tp = {product}",
+                        change="correct one of the two or leave it out, or change the number of ranks")
+    if world_size % product:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise HintError(f"The hint {_given(hints)} does not divide a cluster of {world_size} ranks.",
+                        expected=f"one of {', '.join(map(str, divisors))}", found=_given(hints),
+                        change="choose a degree that divides the number of ranks")
+    rest = [axis for axis in AXES if axis not in given]
+    if len(rest) == 1 or world_size == product:
+        given |= {axis: world_size // product for axis in rest}
+    return given
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(".+".join(map(re.escape, pattern.split("*"))), name) is not None
+
+
+def _candidates(pattern: str, names: Iterable[str]) -> list[str]:
+    """What a misspelt pattern may have meant: names, with ``*`` for their numbers if the pattern has a ``*`` too."""
+    return [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) if "*" in pattern else name for name in names]
+
+
+def _check_dims(name: str, shape: tuple[int, ...], dims: Mapping[str, int], degrees: Mapping[str, int]) -> None:
+    """HintError unless every hinted dim of one parameter exists and divides."""
+    for axis, dim in dims.items():
+        if dim >= len(shape):
+            raise HintError(f"A hint splits dim {dim} of {name} over {axis}, which has no such dim.",
+                            expected=f"a dim from 0 to {len(shape) - 1}" if shape else "no hint: it is a scalar",
+                            found=f"dim {dim}; the shape is {tuple(shape)}", change="name another dim in shard")
+        over = [other for other in dims if dims[other] == dim and other in degrees]
+        pieces = math.prod(degrees[other] for other in over)
+        if shape[dim] % pieces:
+            raise HintError(f"A hint splits dim {dim} of {name} in {pieces} pieces ({' x '.join(over)}), "
+                            "which it does not divide into.",
+                            expected=f"a size that {pieces} divides", found=f"{shape[dim]} in the shape {tuple(shape)}",
+                            change="name another dim in shard, or another degree")

@@ -1,0 +1,266 @@
+"""Everything that was decided for a model on a cluster, serialisable and independent of the machine that made it.
+
+Times are seconds a step, memory is bytes a device. The JSON form is the dataclasses below, field by field; reading it
+checks every field and names the place of what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import types
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Self, get_args, get_origin, get_type_hints
+
+from autopar.errors import PlanError
+from autopar.hints import nearest_names
+from autopar.report.text import text_report
+from autopar.sharding.layout import Layout, Mesh
+
+#: Raised whenever a plan that an older autopar wrote would be misread.
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of one kind, axis and purpose in one step of one rank. ``bytes`` are those of the whole tensors,
+    ``wire_bytes`` those that the rank sends, ``seconds`` their time if nothing hid it. ``purpose`` is ``parameters``,
+    ``gradients`` or ``activations``."""
+
+    kind: str
+    axis: str
+    purpose: str
+    count: int
+    bytes: int
+    wire_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """What is split in one kind of layer: (meaning, axis) pairs such as ("ffn", "tp"); ``count`` modules are alike."""
+
+    name: str
+    count: int
+    splits: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class ReplicatedOperator:
+    """Calls of one operator that every rank repeats whole, their share of the model's FLOPs and of the bytes moved, and
+    the reason."""
+
+    operator: str
+    count: int
+    flops_share: float
+    bytes_share: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that lost, and why. ``step_time`` in seconds, ``peak_memory`` in bytes a device."""
+
+    degrees: dict[str, int]
+    zero: int
+    step_time: float
+    peak_memory: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """How one parameter, its gradient and its optimizer state rest between steps. ``shape`` is global."""
+
+    shape: tuple[int, ...]
+    storage: Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A plan for one model, cluster and workload.
+
+    ``structure`` is the hash of the model's graph and shapes. ``breakdown`` has the seconds of ``compute``, ``exposed
+    communication`` and ``bubble``, which add up to ``step_time``; ``memory`` bytes by kind, which add up to the peak.
+    ``gap`` is the largest fraction by which the best plan in ``gap_space`` could be faster. ``operators`` gives, for
+    every operator, what is split on each axis; ``flops_share`` is the largest share of the model's FLOPs that one rank
+    does. All numbers are finite.
+    """
+
+    model: str
+    structure: str
+    degrees: dict[str, int]
+    zero: int
+    micro_batch_size: int
+    num_micro_batches: int
+    schedule: None
+    recompute: str
+    step_time: float
+    breakdown: dict[str, float]
+    memory: dict[str, int]
+    gap: float
+    gap_space: str
+    parameters: dict[str, ParameterPlan]
+    operators: dict[str, dict[str, str]]
+    layers: tuple[LayerSummary, ...]
+    collectives: tuple[Collective, ...]
+    replicated: tuple[ReplicatedOperator, ...]
+    alternatives: tuple[Alternative, ...]
+    cluster: dict[str, Any]
+    workload: dict[str, Any]
+    hints: dict[str, Any]
+    flops_share: float
+    version: int = PLAN_VERSION
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes a device."""
+        return sum(self.memory.values())
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks the plan needs."""
+        return math.prod(self.degrees.values())
+
+    @property
+    def mesh(self) -> Mesh:
+        """The device mesh; tp is innermost, so its ranks are neighbours."""
+        return Mesh((("dp", self.degrees["dp"]), ("tp", self.degrees["tp"])))
+
+    def layout(self, name: str) -> Layout:
+        """The storage layout of a parameter. PlanError, with the nearest names, if the plan has none of that name."""
+        if name not in self.parameters:
+            raise PlanError(f"The plan has no parameter {name!r}.", found=name,
+                            expected=f"one of the {len(self.parameters)} parameters of {self.model}",
+                            change=nearest_names(name, self.parameters))
+        return self.parameters[name].storage
+
+    def __str__(self) -> str:
+        degrees = ", ".join(f"{axis}={degree}" for axis, degree in self.degrees.items())
+        return (f"Plan of {self.model} on {self.world_size} ranks: {degrees}, zero={self.zero}, "
+                f"{self.step_time * 1e3:.3g} ms a step, {self.peak_memory / 2**30:.3g} GiB a device")
+
+    def report(self, format: str = "text") -> str:
+        """The plan for people (``text``) or for programs (``json``, as `save` writes). PlanError for other formats."""
+        if format == "text":
+            return text_report(self)
+        if format == "json":
+            return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+        raise PlanError(f"There is no report format {format!r}.", expected="text or json", found=repr(format),
+                        change=nearest_names(str(format), ("text", "json")))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that JSON can hold; `from_dict` gives an equal plan."""
+        return {field.name: _encode(getattr(self, field.name)) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`. PlanError, naming the place, for a missing, unknown or malformed entry, another
+        version, or a layout that does not fit its parameter."""
+        if not isinstance(data, Mapping):
+            raise _bad("plan", "an object", data)
+        if "version" in data and data["version"] != PLAN_VERSION:
+            raise PlanError(f"The plan has version {data['version']!r}.", expected=f"version {PLAN_VERSION}",
+                            found=repr(data["version"]), change="make the plan again with this version of autopar")
+        plan: Self = _decode(cls, data, "plan")
+        _check(plan)
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON. The file appears whole or not at all. PlanError if it cannot be written."""
+        target = Path(path)
+        # In the same folder, because only within a file system is a rename atomic.
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+        try:
+            temporary.write_text(self.report("json") + "\n", encoding="utf-8")
+            temporary.replace(target)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise PlanError(f"Cannot write the plan to {target}.", expected="a path in a folder that can be written",
+                            found=str(error), change="create the folder, or give another path") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a plan that `save` wrote. PlanError if there is no such file, or as `from_dict`."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PlanError(f"Cannot read the plan {path}.", expected="a file that Plan.save wrote", found=str(error),
+                            change="check the path") from error
+        except ValueError as error:  # not UTF-8, or not JSON
+            raise PlanError(f"{path} is not valid JSON.", expected="a file that Plan.save wrote", found=str(error),
+                            change="save the plan again") from error
+        return cls.from_dict(data)
+
+
+def _encode(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _encode(entry) for key, entry in value.items()}
+    return [_encode(entry) for entry in value] if isinstance(value, tuple | list) else value
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    """``value``, as JSON gives it, as an instance of the type ``kind``; ``where`` names its place in errors."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if is_dataclass(kind):
+        return _decode_record(kind, value, where)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise _bad(where, "an object", value)
+        return {key: _decode(arguments[1], entry, f"{where}.{key}") for key, entry in value.items()}
+    if origin is tuple:
+        repeated = arguments[-1] is Ellipsis
+        if not isinstance(value, list) or (not repeated and len(value) != len(arguments)):
+            raise _bad(where, "a list" if repeated else f"a list of {len(arguments)}", value)
+        kinds = arguments[:1] * len(value) if repeated else arguments
+        return tuple(_decode(k, entry, f"{where}[{i}]") for i, (k, entry) in enumerate(zip(kinds, value, strict=True)))
+    return _decode_scalar(kind, value, where)
+
+
+def _decode_scalar(kind: Any, value: Any, where: str) -> Any:
+    right = isinstance(value, int | float if kind is float else kind) and not isinstance(value, bool)
+    if not right or (kind is float and not math.isfinite(value)):
+        names = {float: "a finite number", int: "a whole number", str: "text", types.NoneType: "null"}
+        raise _bad(where, names[kind], value)
+    return float(value) if kind is float else value
+
+
+def _decode_record(kind: Any, value: Any, where: str) -> Any:
+    """A dataclass from an object that has exactly its fields."""
+    if not isinstance(value, Mapping):
+        raise _bad(where, "an object", value)
+    hints = get_type_hints(kind)
+    if missing := [name for name in hints if name not in value]:
+        raise PlanError(f"{where}: {missing[0]} is missing.", expected=f"the keys {', '.join(hints)}",
+                        found=", ".join(value) or "an empty object", change="save the plan again")
+    for key in value:
+        if key not in hints:
+            raise PlanError(f"{where}: there is no key {key!r}.", expected=f"the keys {', '.join(hints)}", found=key,
+                            change=nearest_names(key, hints))
+    return kind(**{name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
+
+
+def _bad(where: str, expected: str, value: object) -> PlanError:
+    return PlanError(f"{where} is malformed.", expected=expected, found=repr(value)[:200],
+                     change="correct the entry, or save the plan again")
+
+
+def _check(plan: Plan) -> None:
+    """What the types do not say: the axes are dp and tp, and every parameter's layout fits its shape."""
+    if set(plan.degrees) != {"dp", "tp"} or any(degree < 1 for degree in plan.degrees.values()):
+        raise _bad("plan.degrees", "positive degrees of dp and tp", plan.degrees)
+    mesh = plan.mesh
+    for name, parameter in plan.parameters.items():
+        layout, shape = parameter.storage, parameter.shape
+        axes = layout.split_axes
+        known = set(axes) <= set(mesh.names) and len(set(axes)) == len(axes) and not layout.partial
+        if len(layout.dims) != len(shape) or not known or not layout.divides(mesh, shape):
+            raise _bad(f"plan.parameters.{name}.storage", f"a split of {shape} over {plan.degrees}", str(layout))

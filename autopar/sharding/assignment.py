@@ -1,0 +1,98 @@
+"""An assignment: a strategy for every operator and a layout for everything that enters or leaves the graph.
+
+The solver makes one, the shard pass emits it, the cost model prices it. All three follow `Router`, which says, in graph
+order, what is redistributed: each redistribution once a direction, so what is priced is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.sharding.layout import Layout, Mesh, TensorSpec
+from autopar.sharding.operators import Operators, Value
+from autopar.sharding.redistribute import Step, redistribution
+from autopar.sharding.rule import Strategy, layouts
+
+
+@dataclass(frozen=True)
+class AliasKey:
+    """What a value's consumers in one direction and block share: they read it in one layout, paid for once."""
+
+    value: Value
+    backward: bool
+    block: str | None
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """``sources`` are the layouts of placeholders (parameters: their storage layout), ``sinks`` those that the graph's
+    outputs must have, by position; ``aliases`` the layouts that shared consumers read."""
+
+    mesh: Mesh
+    strategies: dict[fx.Node, Strategy]
+    sources: dict[fx.Node, Layout]
+    sinks: tuple[Layout, ...]
+    aliases: dict[AliasKey, Layout]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One redistribution of a value in one direction."""
+
+    value: Value
+    spec: TensorSpec
+    backward: bool
+    source: Layout
+    target: Layout
+    steps: tuple[Step, ...]
+
+
+@dataclass
+class Router:
+    """Decides where a consumer gets a value from; remembers what already exists in each direction."""
+
+    mesh: Mesh
+    have: dict[tuple[Value, bool], list[Layout]] = field(default_factory=dict)
+
+    def route(self, value: Value, spec: TensorSpec, backward: bool, own: Layout, alias: Layout | None,
+              wanted: Layout) -> list[Transfer]:
+        """The redistributions needed so that ``value``, produced in layout ``own``, exists in layout ``wanted``."""
+        have = self.have.setdefault((value, backward), [own])
+        transfers = []
+        for target in (alias, wanted) if alias is not None else (wanted,):
+            if target in have:
+                continue
+            source = alias if target is wanted and alias is not None else own
+            steps = redistribution(source, target, self.mesh, spec.shape, spec.dtype.itemsize)
+            if steps is None:
+                raise ValueError(f"no redistribution of {value} from {source} to {target}")
+            transfers.append(Transfer(value, spec, backward, source, target, steps))
+            have.append(target)
+        return transfers
+
+
+def result_layouts(operators: Operators, assignment: Assignment) -> dict[Value, Layout]:
+    """The layout in which every value is produced."""
+    found = {Value(node): layout for node, layout in assignment.sources.items()}
+    for op in operators:
+        _, outs = layouts(op.rule, assignment.strategies[op.node], assignment.mesh)
+        found.update({Value(op.node, i): layout for i, layout in enumerate(outs)})
+    return found
+
+
+def transfers(operators: Operators, outputs: list[tuple[Value | None, bool]], assignment: Assignment) -> Iterator[Transfer]:
+    """Every redistribution of an assignment, in the order in which the shard pass emits it. ``outputs`` are the values
+    of the graph's outputs with their direction."""
+    produced = result_layouts(operators, assignment)
+    router = Router(assignment.mesh)
+    for op in operators:
+        wanted, _ = layouts(op.rule, assignment.strategies[op.node], assignment.mesh)
+        for value, layout in zip(op.operands, wanted, strict=True):
+            alias = assignment.aliases.get(AliasKey(value, op.backward, op.block))
+            yield from router.route(value, operators.specs[value], op.backward, produced[value], alias, layout)
+    for (value, backward), layout in zip(outputs, assignment.sinks, strict=True):
+        if value is not None:
+            yield from router.route(value, operators.specs[value], backward, produced[value], None, layout)

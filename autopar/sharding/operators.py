@@ -1,0 +1,166 @@
+"""An FX graph read as operator calls with rules: the common ground of the solver and the shard pass."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from autopar.sharding.layout import TensorSpec
+from autopar.sharding.rule import Choice, OpCall, Rule, op_call
+from autopar.sharding.rules import replicated_rule, rule_for
+
+aten = torch.ops.aten
+
+#: Operators whose result shares the storage of their first operand: no time, no memory of their own.
+VIEWS = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
+    aten.permute.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default,
+    aten.unbind.int, aten.detach.default, aten.alias.default,
+})
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor of the graph: result ``index`` of ``node``."""
+
+    node: fx.Node
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A call node with its rule. ``has_rule`` is False where no rule covers it: it then runs replicated."""
+
+    node: fx.Node
+    call: OpCall
+    rule: Rule
+    operands: tuple[Value, ...]
+    has_rule: bool
+    flops: float
+
+    @property
+    def backward(self) -> bool:
+        """Whether it belongs to the backward."""
+        return bool(self.node.meta["backward"])
+
+    @property
+    def block(self) -> str | None:
+        """Path of its block."""
+        return self.node.meta["block"]  # type: ignore[no-any-return]
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the result shares the operand's storage."""
+        return self.call.target in VIEWS
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether it does floating point work worth splitting: matrix products and attention."""
+        return self.flops > 0
+
+
+@dataclass(frozen=True)
+class Operators:
+    """All operators of a graph, in order, and which dims carry the batch."""
+
+    by_node: dict[fx.Node, Operator]
+    specs: dict[Value, TensorSpec]
+    batch_factors: dict[fx.Node, frozenset[str]]
+    consumers: dict[Value, tuple[tuple[fx.Node, int], ...]]
+    batch_dims: dict[Value, frozenset[int]] = field(repr=False, default_factory=dict)
+
+    def __iter__(self) -> Iterator[Operator]:
+        return iter(self.by_node.values())
+
+
+def value_of(node: fx.Node) -> Value:
+    """The value a node stands for: a getitem names a result of its source."""
+    if node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        return Value(source, _tensor_index(source.meta["val"], index))
+    return Value(node)
+
+
+def _tensor_index(val: Any, index: int) -> int:
+    """Results are numbered among the tensors: a place that holds None has no number."""
+    return sum(isinstance(v, torch.Tensor) for v in val[:index])
+
+
+def _spec(value: Any) -> TensorSpec | None:
+    if isinstance(value, fx.Node):
+        value = value.meta.get("val")
+    return TensorSpec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+
+
+def flops_of(call: OpCall, rule: Rule) -> float:
+    """Floating point operations of a whole call, as ``torch.utils.flop_counter`` counts them: a product of factors for
+    an einsum (2 a multiply-add), its registry for everything else, 0 for operators it does not know."""
+    if call.target is aten.einsum.default:
+        total = 2.0
+        for size in rule.sizes.values():
+            total *= size
+        return total
+    formula = flop_registry.get(getattr(call.target, "overloadpacket", None))
+    if formula is None:
+        return 0.0
+    metas = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in call.operands]
+    from autopar.sharding.rule import Arg
+
+    args, kwargs = pytree.tree_map(lambda a: metas[a.index] if isinstance(a, Arg) else a, (call.args, dict(call.kwargs)),
+                                   is_leaf=lambda a: isinstance(a, Arg))
+    outs = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in call.results]
+    return float(formula(*args, **kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
+
+
+def read_operator(node: fx.Node) -> Operator:
+    """One call node as an operator."""
+    results = [s for v in pytree.tree_leaves(node.meta["val"]) if (s := _spec(v)) is not None]
+    call, leaves = op_call(node.target, node.args, node.kwargs, results, _spec)
+    found = rule_for(call)
+    rule = found if found is not None else replicated_rule(call)
+    return Operator(node, call, rule, tuple(value_of(leaf) for leaf in leaves), found is not None, flops_of(call, rule))
+
+
+def _follow_batch(by_node: dict[fx.Node, Operator], batch_dims: dict[Value, frozenset[int]]) -> dict[fx.Node, frozenset[str]]:
+    """Follow the batch from the placeholders in ``batch_dims`` (filled for all other values) through the rules."""
+    batch_factors: dict[fx.Node, frozenset[str]] = {}
+    for node, op in by_node.items():
+        batch = {factors[0] for value, dims in zip(op.operands, op.rule.operands, strict=True)
+                 for d, factors in enumerate(dims) if factors and d in batch_dims[value]}
+        batch_factors[node] = frozenset(batch)
+        for i, dims in enumerate(op.rule.results):
+            batch_dims[Value(node, i)] = frozenset(d for d, f in enumerate(dims) if f and f[0] in batch)
+    return batch_factors
+
+
+def read_operators(graph: fx.Graph, batch_inputs: Mapping[fx.Node, int], tangents: Mapping[fx.Node, fx.Node]) -> Operators:
+    """Read a labelled graph. ``batch_inputs`` gives the batch dim of the placeholders that have one, ``tangents`` the
+    output that each tangent placeholder belongs to (whose batch it shares)."""
+    by_node = {node: read_operator(node) for node in graph.nodes
+               if node.op == "call_function" and node.target is not operator.getitem}
+    placeholders = {node: spec for node in graph.find_nodes(op="placeholder") if (spec := _spec(node)) is not None}
+    specs = {Value(node): spec for node, spec in placeholders.items()}
+    consumers: dict[Value, list[tuple[fx.Node, int]]] = {}
+    for node, op in by_node.items():
+        specs.update({Value(node, i): spec for i, spec in enumerate(op.call.results)})
+        for i, value in enumerate(op.operands):
+            consumers.setdefault(value, []).append((node, i))
+    batch_dims = {Value(n): frozenset({batch_inputs[n]} if n in batch_inputs else ()) for n in placeholders}
+    _follow_batch(by_node, batch_dims)
+    batch_dims.update({Value(tangent): batch_dims[value_of(output)] for tangent, output in tangents.items()})
+    batch_factors = _follow_batch(by_node, batch_dims)
+    return Operators(by_node, specs, batch_factors, {v: tuple(c) for v, c in consumers.items()}, batch_dims)
+
+
+def splits_batch(choice: Choice, batch: frozenset[str]) -> bool:
+    """Whether a choice splits the batch."""
+    return choice.factor is not None and choice.factor in batch

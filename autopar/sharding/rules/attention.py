@@ -1,0 +1,55 @@
+"""Attention: batch, heads and, where no query depends on its position, the queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import autopar.ops.attention  # noqa: F401  defines the operators
+from autopar.sharding.layout import Layout
+from autopar.sharding.rule import Arg, Dims, Local, OpCall, Rule, make_rule
+from autopar.sharding.rules.common import aligned
+from autopar.sharding.rules.registry import register
+
+_FORWARD = ("q", "k", "v", "key_mask", "bias", "seed", "starts", "scale", "causal", "window")
+_BACKWARD = ("grad_out", "q", "k", "v", "key_mask", "bias", "out", "lse", "seed", "starts", "scale", "causal", "window")
+
+
+def _attention(call: OpCall, names: tuple[str, ...]) -> Rule:
+    given = dict(zip(names, call.args, strict=False))
+    (batch, heads, queries, _), kv = (call.operands[given[name].index].shape for name in ("q", "k"))
+    keys, kv_heads = kv[2], kv[1]
+    # Queries in pieces would need their position for causality and windows; the split of a shared head reaches k and v
+    # only by its group, so their gradients are summed over the group.
+    s = () if given["causal"] or given["window"] else ("s",)
+    query: Dims = (("b",), ("g", "r"), s, ())
+    key: Dims = (("b",), ("g",), (), ())
+    terms: dict[str, Dims] = {"q": query, "k": key, "v": key, "grad_out": query, "out": query, "lse": query[:3],
+                              "key_mask": (("b",), ()), "seed": ((),), "starts": ((),)}
+    if isinstance(given["bias"], Arg):
+        terms["bias"] = aligned(call.operands[given["bias"].index], query, (batch, heads, queries, keys))
+    backward = names is _BACKWARD
+    position = names.index("starts")
+
+    def localize(local: Local) -> Any:
+        if given["starts"] is None:
+            return local.default()
+        rows = local.operand_layouts[given["q"].index]
+        starts = local.starts(Layout((*rows.dims[:3], ())), (batch, heads, queries, keys))
+        return local.default(**{f"arg{position}": starts})
+
+    return make_rule(call, [terms[name] for name in names if isinstance(given[name], Arg)],
+                     [query, key, key] if backward else [query, query[:3]], localize=localize,
+                     reduced={"r": "sum", "s": "sum"} if backward else {},
+                     sizes={"g": kv_heads, "r": heads // kv_heads if kv_heads else 0})
+
+
+@register(torch.ops.autopar.attention.default)
+def attention(call: OpCall) -> Rule:
+    return _attention(call, _FORWARD)
+
+
+@register(torch.ops.autopar.attention_backward.default)
+def attention_backward(call: OpCall) -> Rule:
+    return _attention(call, _BACKWARD)

@@ -1,0 +1,358 @@
+"""The space of sharded programs of one graph on one mesh: decisions, their options, and the tensors between them.
+
+A *decision* is taken once for a group of nodes. Heavy operators (matrix products, attention), parameters, outputs and
+shared tensors decide for themselves; every other operator follows one of its operands where each layout of that operand
+leaves it one sensible strategy. Isomorphic blocks share their decisions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from autopar.capture.blocks import block_path
+from autopar.capture.graph import Captured, Parameter
+from autopar.sharding.assignment import AliasKey, Assignment
+from autopar.sharding.layout import Layout, Mesh, TensorSpec
+from autopar.sharding.operators import Operator, Operators, Value, splits_batch, value_of
+from autopar.sharding.rule import Choice, Strategy, layouts, strategies, work_share
+from autopar.solver.program import Ints
+
+#: The axis that carries data parallelism: it splits the batch and nothing else (DESIGN section 8).
+DATA_AXIS = "dp"
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What is decided already. ``storage(name, layout)`` says whether a parameter may rest in a layout,
+    ``operator(node, strategy)`` whether an operator may take a strategy."""
+
+    storage: Callable[[str, Layout], bool] = lambda name, layout: True
+    operator: Callable[[fx.Node, Strategy], bool] = lambda node, strategy: True
+    zero: int | None = None
+
+
+@dataclass
+class Decision:
+    """One choice among ``size`` options, taken for ``nodes`` together."""
+
+    label: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A tensor between two decisions: the layout it is offered in for each option of ``source``, and wanted in for each
+    option of ``target``."""
+
+    source: int
+    target: int
+    offered: tuple[Layout, ...]
+    wanted: tuple[Layout, ...]
+    spec: TensorSpec
+
+
+@dataclass
+class Space:
+    """Everything the solver chooses from. Per node the decision it belongs to and, by option, its strategy; likewise
+    the layouts of placeholders, shared tensors and outputs. ``flows`` counts how often each flow occurs."""
+
+    mesh: Mesh
+    decisions: list[Decision] = field(default_factory=list)
+    of_node: dict[fx.Node, tuple[int, list[Strategy]]] = field(default_factory=dict)
+    of_source: dict[fx.Node, tuple[int, list[Layout]]] = field(default_factory=dict)
+    of_alias: dict[AliasKey, tuple[int, list[Layout]]] = field(default_factory=dict)
+    of_sink: list[tuple[int, list[Layout]]] = field(default_factory=list)
+    flows: dict[Flow, int] = field(default_factory=lambda: defaultdict(int))
+    canon: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def new(self, label: str, size: int) -> int:
+        """Add a decision, return its index."""
+        self.decisions.append(Decision(label, size))
+        return len(self.decisions) - 1
+
+    def assignment(self, options: Ints) -> Assignment:
+        """The assignment that a choice of options stands for."""
+        return Assignment(
+            self.mesh,
+            {node: chosen[options[d]] for node, (d, chosen) in self.of_node.items()},
+            {node: chosen[options[d]] for node, (d, chosen) in self.of_source.items()},
+            tuple(chosen[options[d]] for d, chosen in self.of_sink),
+            {key: chosen[options[d]] for key, (d, chosen) in self.of_alias.items()},
+        )
+
+
+def output_values(captured: Captured) -> list[tuple[Value | None, bool]]:
+    """The values of the graph's outputs with their direction: results first, then gradients."""
+    found: list[tuple[Value | None, bool]] = [(value_of(o.node), False) for o in captured.outputs]
+    return found + [(value_of(p.gradient), True) for p in captured.parameters if p.gradient is not None]
+
+
+class SpaceBuilder:
+    """Builds the `Space` of a captured graph; see `build_space`."""
+
+    def __init__(self, captured: Captured, operators: Operators, mesh: Mesh, pins: Pins, axes_split_all: bool) -> None:
+        self.captured, self.operators, self.mesh, self.pins = captured, operators, mesh, pins
+        self.axes_split_all = axes_split_all
+        self.space = Space(mesh)
+        self.canon = self.space.canon
+        self.groups: dict[AliasKey, list[tuple[fx.Node, int]]] = defaultdict(list)
+        self.layouts: dict[tuple[fx.Node, Strategy], tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {}
+        self.parameter_of = {p.placeholder: p for p in captured.parameters}
+        for op in operators:
+            for i, value in enumerate(op.operands):
+                self.groups[AliasKey(value, op.backward, op.block)].append((op.node, i))
+
+    def build(self) -> Space:
+        self._tie_blocks()
+        self._sources()
+        for op in self.operators:
+            if op.node not in self.canon:
+                self._decide(op)
+        for op in self.operators:
+            if op.node in self.canon:  # after all others: the backward of the first block of a class comes last
+                self.space.of_node[op.node] = self.space.of_node[self.canon[op.node]]
+        for op in self.operators:
+            self._flows(op)
+        self._sinks()
+        return self.space
+
+    # -- isomorphic blocks ------------------------------------------------------------------------------------------
+
+    def _tie_blocks(self) -> None:
+        """Map every node (and parameter) of a repeated block to its counterpart in the first block of the class."""
+        for block in self.captured.blocks:
+            for path, nodes in zip(block.paths[1:], block.nodes[1:], strict=True):
+                for node, first in zip(nodes, block.nodes[0], strict=True):
+                    self.canon[node] = first
+                    if node not in self.operators.by_node:
+                        continue
+                    pairs = zip(self.operators.by_node[node].operands, self.operators.by_node[first].operands, strict=True)
+                    for value, counterpart in pairs:
+                        p = self.parameter_of.get(value.node)
+                        if p is not None and block_path(p.name) == path and counterpart.node in self.parameter_of:
+                            self.canon[value.node] = counterpart.node
+
+    # -- what enters ------------------------------------------------------------------------------------------------
+
+    def _sources(self) -> None:
+        fixed = self.space.new("inputs", 1)
+        for node in self.captured.graph.find_nodes(op="placeholder"):
+            spec = self.operators.specs[Value(node)]
+            self.space.of_source[node] = (fixed, [Layout.replicated(len(spec.shape))])
+        for output in self.captured.outputs:
+            options = self._tensor_layouts(value_of(output.node))
+            d = self.space.new(f"output {output.node.name}", len(options))
+            self.space.of_sink.append((d, options))
+            if output.tangent is not None:
+                self.space.of_source[output.tangent] = (d, options)
+        for p in sorted(self.captured.parameters, key=lambda p: p.placeholder in self.canon):
+            first = self.canon.get(p.placeholder)
+            if first is not None:
+                self.space.of_source[p.placeholder] = self.space.of_source[first]
+            else:
+                options = self._storage_layouts(p)
+                self.space.of_source[p.placeholder] = (self.space.new(p.name, len(options)), options)
+
+    def _tensor_layouts(self, value: Value) -> list[Layout]:
+        """Layouts without outstanding reductions in which a tensor may be shared: on the data axis the batch, where
+        the tensor has one that divides; on the others any dim."""
+        spec, batch = self.operators.specs[value], self.operators.batch_dims[value]
+        per_axis: list[list[int | None]] = []
+        for axis, n in self.mesh.axes:
+            dims = [d for d, size in enumerate(spec.shape) if size > 1 and size % n == 0]
+            if axis == DATA_AXIS and not self.axes_split_all:
+                dims = [d for d in dims if d in batch]
+                per_axis.append([*dims] if dims else [None])
+            else:
+                per_axis.append([None, *dims])
+        found = []
+        for dims_by_axis in itertools.product(*per_axis):
+            chosen = {axis: d for axis, d in zip(self.mesh.names, dims_by_axis, strict=True) if d is not None}
+            layout = Layout.shard(len(spec.shape), chosen, self.mesh.names)
+            if layout.divides(self.mesh, spec.shape):
+                found.append(layout)
+        return found
+
+    def _storage_layouts(self, p: Parameter) -> list[Layout]:
+        """Where a parameter may rest: any dim on the other axes; on the data axis (ZeRO) the first dim that is free and
+        divides, else inside the dim that another axis splits."""
+        shape, ndim = p.spec.shape, len(p.spec.shape)
+        others = [a for a in self.mesh.axes if a[0] != DATA_AXIS]
+        dims = [[None, *(d for d in range(ndim) if shape[d] > 1 and shape[d] % n == 0)] for _, n in others]
+        found = []
+        for choice in itertools.product(*dims):
+            taken = {axis: d for (axis, _), d in zip(others, choice, strict=True) if d is not None}
+            base = Layout.shard(ndim, taken, self.mesh.names)
+            if not base.divides(self.mesh, shape):
+                continue
+            sharded = self._zero_layout(base, shape)
+            if self.pins.zero != 3 or sharded is None:
+                found.append(base)
+            if self.pins.zero != 0 and sharded is not None:
+                found.append(sharded)
+        kept = [layout for layout in found if self.pins.storage(p.name, layout)]
+        return kept or found
+
+    def _zero_layout(self, base: Layout, shape: Sequence[int]) -> Layout | None:
+        if DATA_AXIS not in self.mesh.names or self.mesh.degree(DATA_AXIS) == 1:
+            return None
+        n = self.mesh.degree(DATA_AXIS)
+        free = [d for d in range(len(shape)) if not base.dims[d]] + [d for d in range(len(shape)) if base.dims[d]]
+        for d in free:
+            if shape[d] > 0 and shape[d] % (base.splits(self.mesh, d) * n) == 0:
+                return Layout((*base.dims[:d], (*base.dims[d], DATA_AXIS), *base.dims[d + 1:]))
+        return None
+
+    # -- operators --------------------------------------------------------------------------------------------------
+
+    def _of(self, op: Operator, strategy: Strategy) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        key = (op.node, strategy)
+        if key not in self.layouts:
+            self.layouts[key] = layouts(op.rule, strategy, self.mesh)
+        return self.layouts[key]
+
+    def _allowed(self, op: Operator) -> Callable[[str, Choice], bool]:
+        """What each axis may do: the data axis splits the batch wherever there is one that divides."""
+        batch = self.operators.batch_factors[op.node]
+
+        def allowed(axis: str, choice: Choice) -> bool:
+            if axis != DATA_AXIS or self.axes_split_all:
+                return True
+            n = self.mesh.degree(axis)
+            divides = any(op.rule.sizes[f] % n == 0 and f not in op.rule.fixed for f in batch)
+            return splits_batch(choice, batch) if divides and choice.linear is None else choice.factor is None
+
+        return allowed
+
+    def _strategies(self, op: Operator) -> list[Strategy]:
+        every = strategies(op.rule, self.mesh, self._allowed(op))
+        if not every:
+            every = strategies(op.rule, self.mesh)
+        every = [s for s in every if self.pins.operator(op.node, s)] or every
+        return self._prefer_split(op, every) if op.is_heavy else every
+
+    def _prefer_split(self, op: Operator, every: list[Strategy]) -> list[Strategy]:
+        """Heavy operators are split on as many axes as possible; and an axis other than the data axis splits a factor
+        of the weight where one divides, since splitting the batch is what the data axis is for."""
+        most = max(sum(c.factor is not None and n > 1 for c, n in zip(s, self.mesh.sizes, strict=True)) for s in every)
+        kept = [s for s in every
+                if sum(c.factor is not None and n > 1 for c, n in zip(s, self.mesh.sizes, strict=True)) == most]
+        weight = {f for i, value in enumerate(op.operands) if self._is_weight(value)
+                  for factors in op.rule.operands[i] for f in factors}
+        if not weight:
+            return kept
+        by_weight = [s for s in kept if all(c.factor in weight for (axis, n), c in zip(self.mesh.axes, s, strict=True)
+                                            if axis != DATA_AXIS and n > 1 and c.factor is not None)]
+        return by_weight or kept
+
+    def _is_weight(self, value: Value) -> bool:
+        """Whether a value is a parameter, seen through views."""
+        node = value.node
+        while node in self.operators.by_node and self.operators.by_node[node].is_view:
+            node = self.operators.by_node[node].operands[0].node
+        return node in self.parameter_of
+
+    def _decide(self, op: Operator) -> None:
+        every = self._strategies(op)
+        if not op.is_heavy:
+            sizes = [self.operators.specs[v].numel for v in op.operands]
+            for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+                followed = self._follow(op, i, every)
+                if followed is not None:
+                    self.space.of_node[op.node] = followed
+                    return
+        label = f"{op.node.meta['module']} {op.node.name}"
+        self.space.of_node[op.node] = (self.space.new(label, len(every)), every)
+
+    def _offer(self, op: Operator, i: int) -> tuple[int, list[Layout]] | None:
+        """Who decides the layout in which operand ``i`` is read, if an operator of the same block and direction."""
+        value = op.operands[i]
+        shared = self._alias(AliasKey(value, op.backward, op.block))
+        if shared is not None:
+            return shared
+        producer = self.operators.by_node.get(value.node)
+        if producer is None or producer.block != op.block or producer.backward != op.backward:
+            return None
+        d, chosen = self.space.of_node[value.node]
+        return d, [self._of(producer, s)[1][value.index] for s in chosen]
+
+    def _follow(self, op: Operator, i: int, every: list[Strategy]) -> tuple[int, list[Strategy]] | None:
+        """Let ``op`` take what operand ``i`` is offered in, if every offer leaves it a strategy."""
+        offer = self._offer(op, i)
+        if offer is None:
+            return None
+        d, offered = offer
+        by_layout: dict[Layout, Strategy] = {}
+        for s in sorted(every, key=lambda s: work_share(op.rule, s, self.mesh)):
+            by_layout.setdefault(self._of(op, s)[0][i], s)
+        if any(layout not in by_layout for layout in offered):
+            return None
+        return d, [by_layout[layout] for layout in offered]
+
+    def _alias(self, key: AliasKey) -> tuple[int, list[Layout]] | None:
+        """The shared tensor that the consumers of ``key`` read, if there are several."""
+        if len(self.groups[key]) < 2:
+            return None
+        if key not in self.space.of_alias:
+            node, i = self.groups[key][0]
+            first = self.canon.get(node, node)
+            if first is not node:
+                value = self.operators.by_node[first].operands[i]
+                counterpart = self._alias(AliasKey(value, key.backward, self.operators.by_node[first].block))
+                assert counterpart is not None
+                self.space.of_alias[key] = counterpart
+            else:
+                options = self._tensor_layouts(key.value)
+                d = self.space.new(f"{'backward' if key.backward else 'forward'} {key.value.node.name}", len(options))
+                self.space.of_alias[key] = (d, options)
+        return self.space.of_alias[key]
+
+    # -- flows ------------------------------------------------------------------------------------------------------
+
+    def _produced(self, value: Value) -> tuple[int, list[Layout]]:
+        if value.node in self.space.of_source:
+            return self.space.of_source[value.node]
+        d, chosen = self.space.of_node[value.node]
+        op = self.operators.by_node[value.node]
+        return d, [self._of(op, s)[1][value.index] for s in chosen]
+
+    def _flow(self, offer: tuple[int, list[Layout]], want: tuple[int, list[Layout]], spec: TensorSpec) -> None:
+        self.space.flows[Flow(offer[0], want[0], tuple(offer[1]), tuple(want[1]), spec)] += 1
+
+    def _flows(self, op: Operator) -> None:
+        d, chosen = self.space.of_node[op.node]
+        for i, value in enumerate(op.operands):
+            key, spec = AliasKey(value, op.backward, op.block), self.operators.specs[value]
+            want = (d, [self._of(op, s)[0][i] for s in chosen])
+            shared = self._alias(key)
+            if shared is None:
+                self._flow(self._produced(value), want, spec)
+                continue
+            if self.groups[key][0] == (op.node, i):
+                self._flow(self._produced(value), shared, spec)
+            self._flow(shared, want, spec)
+
+    def _sinks(self) -> None:
+        for output, sink in zip(self.captured.outputs, list(self.space.of_sink), strict=True):
+            value = value_of(output.node)
+            self._flow(self._produced(value), sink, self.operators.specs[value])
+        for p in self.captured.parameters:
+            if p.gradient is not None:
+                sink = self.space.of_source[p.placeholder]
+                self.space.of_sink.append(sink)
+                value = value_of(p.gradient)
+                self._flow(self._produced(value), sink, self.operators.specs[value])
+
+
+def build_space(captured: Captured, operators: Operators, mesh: Mesh, pins: Pins | None = None, *,
+                axes_split_all: bool = False) -> Space:
+    """The decisions of a captured graph on ``mesh``. ``axes_split_all`` lets the data axis split any factor."""
+    return SpaceBuilder(captured, operators, mesh, pins or Pins(), axes_split_all).build()

@@ -1,0 +1,112 @@
+"""Runs an operator rank by rank under every strategy of its rule, and compares with the operator on the whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autopar.sharding import rule as rules
+from autopar.sharding.layout import Layout, Mesh, TensorSpec
+from autopar.sharding.rules import rule_for
+
+MESHES = (Mesh((("a", 2),)), Mesh((("a", 4),)), Mesh((("a", 2), ("b", 2))))
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda pieces: pieces.sum(0, dtype=pieces.dtype), "max": lambda pieces: pieces.amax(0),
+    "min": lambda pieces: pieces.amin(0)}
+
+
+def spec_of(leaf: Any) -> TensorSpec | None:
+    return TensorSpec(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else None
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def call_of(target: Any, *args: Any, **kwargs: Any) -> rules.OpCall:
+    """The call, with the results of running it."""
+    results = [TensorSpec(tuple(t.shape), t.dtype) for t in tensors(target(*args, **kwargs))]
+    return rules.op_call(target, args, kwargs, results, spec_of)[0]
+
+
+def scatter(whole: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
+    """One piece a rank. Where they are to be summed, random pieces with that sum."""
+    assert all(op == "sum" for _, op in layout.partial), "only sums pass through operators"
+    axes = [axis for axis, _ in layout.partial]
+    where = list(itertools.product(*(range(mesh.degree(axis)) for axis in axes)))
+    parts = {at: torch.randn(whole.shape, dtype=whole.dtype) for at in where[1:]}
+    parts[where[0]] = whole - sum(parts.values()) if parts else whole
+    pieces = []
+    for rank in range(mesh.size):
+        at = dict(zip(mesh.names, mesh.coordinates(rank), strict=True))
+        pieces.append(layout.local_slice(mesh, parts[tuple(at[axis] for axis in axes)], rank))
+    return pieces
+
+
+def gather(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh, shape: Sequence[int]) -> Tensor:
+    """The whole tensor. Replicas have to agree."""
+    partial = {axis for axis, _ in layout.partial}
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.size):
+        at = tuple(c for axis, c in zip(mesh.names, mesh.coordinates(rank), strict=True) if axis not in partial)
+        groups.setdefault(at, []).append(rank)
+    whole, written = torch.zeros(shape, dtype=pieces[0].dtype), torch.zeros(shape, dtype=torch.bool)
+    for ranks in groups.values():
+        value = pieces[ranks[0]]
+        if partial:
+            value = REDUCTIONS[layout.partial[0][1]](torch.stack([pieces[rank] for rank in ranks]))
+        begin, extent = layout.starts(mesh, shape, ranks[0]), layout.local_shape(mesh, shape)
+        place = tuple(slice(b, b + e) for b, e in zip(begin, extent, strict=True))
+        assert not bool(written[place].any()) or same(whole[place], value), "replicas disagree"
+        whole[place], written[place] = value, True
+    assert bool(written.all()), "the pieces leave gaps"
+    return whole
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-10, atol=1e-10, equal_nan=True)
+
+
+def run_ranks(rule: rules.Rule, call: rules.OpCall, operands: Sequence[Tensor], strategy: rules.Strategy,
+              mesh: Mesh, values: bool = True) -> list[Tensor]:
+    """The whole results, put together from those of the ranks (or, without ``values``, from zeros of their shapes)."""
+    ins, outs = rules.layouts(rule, strategy, mesh)
+    for layout, spec in itertools.chain(zip(ins, call.operands, strict=True), zip(outs, call.results, strict=True)):
+        assert layout.divides(mesh, spec.shape), f"{layout} cuts {spec.shape} into unequal pieces"
+    by_operand = [scatter(t, layout, mesh) for t, layout in zip(operands, ins, strict=True)]
+    by_rank = []
+    for rank in range(mesh.size):
+        local = rules.Local(
+            call, mesh, tuple(pieces[rank] for pieces in by_operand), ins, outs,
+            emit=lambda target, *args, **kwargs: target(*args, **kwargs),
+            starts=lambda layout, shape, rank=rank: torch.tensor(layout.starts(mesh, shape, rank), dtype=torch.int64))
+        found = tensors(rules.run_local(rule, local))
+        by_rank.append(found if values else [torch.zeros_like(t) for t in found])
+        assert [tuple(t.shape) for t in by_rank[-1]] == [
+            o.local_shape(mesh, s.shape) for o, s in zip(outs, call.results, strict=True)], "local shapes"
+    return [gather([found[i] for found in by_rank], outs[i], mesh, spec.shape) for i, spec in enumerate(call.results)]
+
+
+def check(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, values: bool = True,
+          rule_of: Callable[[rules.OpCall], rules.Rule | None] = rule_for) -> int:
+    """Compare all strategies of one call with the whole (unless ``values``, shapes only); returns how many split it."""
+    expected = tensors(target(*args, **kwargs))
+    results = [TensorSpec(tuple(t.shape), t.dtype) for t in expected]
+    call, operands = rules.op_call(target, args, kwargs, results, spec_of)
+    rule = rule_of(call)
+    if rule is None:
+        return 0
+    tried = 0
+    for mesh in MESHES:
+        for strategy in rules.strategies(rule, mesh):
+            found = run_ranks(rule, call, operands, strategy, mesh, values)
+            for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+                what = f"{target} {[tuple(t.shape) for t in operands]} result {i} under {[*map(str, strategy)]}"
+                assert a.dtype == b.dtype and (not values or same(a, b)), f"{what}:\n{a}\nis not\n{b}"
+            tried += any(choice != rules.REPLICATE for choice in strategy)
+    return tried
