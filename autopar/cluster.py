@@ -79,8 +79,8 @@ class Cluster:
         if match is None:
             raise ClusterError(
                 f"Cannot read {text!r} as a cluster.", expected="PRESET:HOSTSxDEVICES or PRESET:DEVICES",
-                found=text, change='write for instance "h100-sxm:16x8" (16 hosts of 8 devices); a file is read by '
-                                   "Cluster.load",
+                found=repr(text), change='write for instance "h100-sxm:16x8" (16 hosts of 8 devices); Cluster.load '
+                                         "reads a file",
             )
         return cls(load_device(match["preset"]), int(match["hosts"] or 1), int(match["devices"]))
 

@@ -16,10 +16,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
-from autopar.errors import PlanError
-from autopar.hints import nearest_names
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError, PlanError
+from autopar.hints import Hints, nearest_names
 from autopar.report.text import text_report
 from autopar.sharding.layout import Layout, Mesh
+from autopar.workload import Workload
 
 #: Raised whenever a plan that an older autopar wrote would be misread.
 PLAN_VERSION = 1
@@ -51,10 +53,11 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class ReplicatedOperator:
-    """Calls of one operator that every rank repeats whole, their share of the model's FLOPs and of the bytes moved, and
-    the reason."""
+    """``count`` calls of one operator whose work all ranks along ``axes`` repeat, their share of the model's FLOPs and of
+    the bytes moved, and the reason."""
 
     operator: str
+    axes: tuple[str, ...]
     count: int
     flops_share: float
     bytes_share: float
@@ -254,7 +257,8 @@ def _bad(where: str, expected: str, value: object) -> PlanError:
 
 
 def _check(plan: Plan) -> None:
-    """What the types do not say: the axes are dp and tp, and every parameter's layout fits its shape."""
+    """What the types do not say: the axes are dp and tp, every parameter's layout fits its shape, and cluster, workload
+    and hints can be read."""
     if set(plan.degrees) != {"dp", "tp"} or any(degree < 1 for degree in plan.degrees.values()):
         raise _bad("plan.degrees", "positive degrees of dp and tp", plan.degrees)
     mesh = plan.mesh
@@ -264,3 +268,10 @@ def _check(plan: Plan) -> None:
         known = set(axes) <= set(mesh.names) and len(set(axes)) == len(axes) and not layout.partial
         if len(layout.dims) != len(shape) or not known or not layout.divides(mesh, shape):
             raise _bad(f"plan.parameters.{name}.storage", f"a split of {shape} over {plan.degrees}", str(layout))
+    for read, table in ((Cluster.from_dict, plan.cluster), (Workload.from_dict, plan.workload),
+                        (Hints.from_dict, plan.hints)):
+        try:
+            read(table)
+        except AutoparError as error:
+            raise PlanError(f"The plan is malformed. {error.what}", expected=error.expected, found=error.found,
+                            change=error.change) from error

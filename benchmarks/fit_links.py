@@ -270,7 +270,7 @@ def fit_all() -> dict[str, dict[str, Entry]]:
         "xgmi": _all(mesh, ring, mesh_text),
         "pcie": _all(0.7, ring, "assumed: 0.7 of the slot, the lower end of the measured links; latency as nvlink3"),
         "rdma": _rdma(fourth),
-        "ethernet": _all(0.8, Constants(0.0, 1e-4, 0.0, 0.0), "assumed: 0.8 of the wire and 100 us a call (Gloo over TCP)"),
+        "ethernet": _all(0.8, Constants(0.0, 1e-4, 0.0, 0.0), "assumed: 0.8 of the wire and 100 us a call (Gloo, TCP)"),
     }
 
 

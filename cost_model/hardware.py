@@ -90,8 +90,8 @@ class LinkConstants:
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator (or CPU process) with its links. ``spec`` is the table it was read from, from which alone it is
-    compared, hashed and saved."""
+    """One accelerator (or CPU process) with its links. ``spec`` is the table it was read from, with the constants of
+    its links filled in: a device is compared and saved by it, and does not depend on data files that may change."""
 
     spec: Mapping[str, Any] = field(repr=False, hash=False)
     name: str
@@ -156,10 +156,11 @@ def device_from_spec(spec: Mapping[str, Any], where: str = "device") -> Device:
         if key not in spec and key not in _OPTIONAL:
             raise ClusterError(f"{where}: {key} is missing.", expected=_KEYS[key], found="nothing",
                                change=f"add {key}, or start from a preset: preset = \"h100-sxm\"")
+    links = _link_tables(spec, where)
     peaks = _peaks(spec["peak_tflops"], where)
     bandwidth = spec["memory_bandwidth_gbs"] * 1e9
     return Device(
-        spec=dict(spec), name=spec["name"], peak_flops=peaks,
+        spec={**spec, "links": links}, name=spec["name"], peak_flops=peaks,
         memory_bytes=round(spec["memory_gib"] * 2**30), memory_bandwidth=bandwidth,
         stream_efficiency=spec["stream_gbs"] * 1e9 / bandwidth,
         matmul_efficiency=spec["matmul_efficiency"], matmul_ramp=spec["matmul_ramp_us"] * 1e-6,
@@ -168,7 +169,8 @@ def device_from_spec(spec: Mapping[str, Any], where: str = "device") -> Device:
         scale_up_devices=spec["scale_up_devices"],
         scale_up_spans_hosts=spec.get("scale_up_spans_hosts", False), scale_up_mesh=spec.get("scale_up_mesh", False),
         network=Link(spec["network_link"], spec["network_gbs"] * 1e9),
-        links=_links(spec, where), cuda_names=tuple(spec.get("cuda_names", ())), source=spec["source"],
+        links={link: _link_constants(table, f"{where}.links.{link}") for link, table in links.items()},
+        cuda_names=tuple(spec.get("cuda_names", ())), source=spec["source"],
     )
 
 
@@ -201,15 +203,16 @@ def _peaks(table: Mapping[str, Any], where: str) -> dict[str, float]:
     return {dtype: tflops * 1e12 for dtype, tflops in table.items()}
 
 
-def _links(spec: Mapping[str, Any], where: str) -> dict[str, dict[str, LinkConstants]]:
-    """Constants of the two links the device uses: its own table first, then ``links.toml``."""
-    tables = {**link_tables(), **spec.get("links", {})}
+def _link_tables(spec: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The tables of the two links the device uses: ``links.toml``, with what the device's own ``links`` override."""
+    tables = dict(link_tables())
+    for link, own in spec.get("links", {}).items():
+        tables[link] = {**tables.get(link, {}), **own} if isinstance(own, Mapping) else {}
     for key in ("scale_up_link", "network_link"):
         if spec[key] not in tables:
             raise ClusterError(f"{where}: {key} is a kind of link that is not known.", expected="a kind of link",
                                found=spec[key], change=nearest(spec[key], tables))
-    return {link: _link_constants(tables[link], f"{where}.links.{link}")
-            for link in (spec["scale_up_link"], spec["network_link"])}
+    return {link: tables[link] for link in (spec["scale_up_link"], spec["network_link"])}
 
 
 def _link_constants(table: Mapping[str, Any], where: str) -> dict[str, LinkConstants]:

@@ -1,13 +1,122 @@
-"""The plan report for people."""
+"""The plan report for people: plain text of fixed width, the same for the same plan."""
 
 from __future__ import annotations
 
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+
+from autopar.cluster import Cluster
+from autopar.hints import parse_bytes
+from autopar.report.units import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
 
+WIDTH = 100
+
+_ZERO = {0: "ZeRO 0: parameters, gradients and optimizer state rest whole on every dp rank",
+         3: "ZeRO 3: parameters, gradients and optimizer state rest split over dp"}
+
 
 def text_report(plan: Plan) -> str:
-    """TODO"""
-    return str(plan)
+    """What was chosen, what it costs and what came second, `WIDTH` columns wide, in plain text without colours."""
+    sections = [("", _summary(plan)), ("What is split", _layers(plan)), ("Memory a device", _memory(plan)),
+                ("Collectives of one step, a rank", _collectives(plan)),
+                ("Operators whose work is repeated", _replicated(plan)), ("Runner-up plans", _alternatives(plan))]
+    shown = [Group(title, Padding(table, (0, 0, 1, 2))) if title else Padding(table, (0, 0, 1, 0))
+             for title, table in sections]
+    output = io.StringIO()
+    console = Console(file=output, width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False,
+                      markup=False, emoji=False, highlight=False)
+    console.print(Group(*shown))
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines()).rstrip()
+
+
+def _table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), right: Sequence[int] = ()) -> Table:
+    """Columns without lines; those numbered in ``right`` hold numbers. Text that is too long goes on below."""
+    listed = list(rows)
+    table = Table(box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0))
+    for i in range(len(listed[0]) if listed else len(header)):
+        numeric = i in right
+        table.add_column(header[i] if header else "", justify="right" if numeric else "left", overflow="fold",
+                         no_wrap=numeric)
+    for row in listed:
+        table.add_row(*row)
+    return table
+
+
+def _summary(plan: Plan) -> Table:
+    def rows() -> Iterator[tuple[str, str]]:
+        yield "Plan", f"{plan.model} on {Cluster.from_dict(plan.cluster)} ({plan.world_size} ranks)"
+        if any(given := [f"{key} {value}" for key, value in plan.workload.items() if value is not None]):
+            yield "Workload", ", ".join(given)
+        if plan.hints:
+            yield "Hints", ", ".join(f"{name}={json.dumps(value)}" for name, value in plan.hints.items())
+        yield "Degrees", " x ".join(f"{axis} {degree}" for axis, degree in plan.degrees.items())
+        yield "Storage", _ZERO[plan.zero]
+        yield "Micro-batches", f"{plan.num_micro_batches} of {plan.micro_batch_size} sequences; recompute {plan.recompute}"
+        yield "Step time", f"{seconds_text(plan.step_time)}: {_parts(plan.breakdown)}"
+        yield "Work", f"one rank does at most {share_text(plan.flops_share)} of the model's FLOPs"
+        yield "Gap", f"at most {share_text(plan.gap)} from the best of: {plan.gap_space}"
+
+    return _table(rows())
+
+
+def _parts(breakdown: Mapping[str, float]) -> str:
+    return ", ".join(f"{what} {seconds_text(seconds)}" for what, seconds in breakdown.items())
+
+
+def _layers(plan: Plan) -> Table:
+    """One row a kind of layer. What all of them split of the tokens is said once."""
+    everywhere = [split for split in dict.fromkeys(s for layer in plan.layers for s in layer.splits)
+                  if split[0] in ("batch", "sequence") and all(split in layer.splits for layer in plan.layers)]
+
+    def words(splits: Iterable[tuple[str, str]], otherwise: str) -> str:
+        return "; ".join(f"{meaning} over {axis}" for meaning, axis in splits) or otherwise
+
+    nothing = "only the tokens" if everywhere else "nothing"
+    rows = [("tokens", "", words(everywhere, "not the same in all layers" if plan.layers else "nothing"))]
+    for layer in plan.layers:
+        own = [split for split in layer.splits if split not in everywhere]
+        rows.append((layer.name, f"x{layer.count}" if layer.count > 1 else "", words(own, nothing)))
+    return _table(rows, right=(1,))
+
+
+def _memory(plan: Plan) -> Table:
+    limit, origin = Cluster.from_dict(plan.cluster).device.memory_bytes, "of the device"
+    if "memory_limit" in plan.hints and (hinted := parse_bytes(plan.hints["memory_limit"])) < limit:
+        limit, origin = hinted, "of the hint memory_limit"
+    peak = plan.peak_memory
+    rows = [(kind, bytes_text(size), "") for kind, size in plan.memory.items()]
+    rows.append(("total", bytes_text(peak), f"{share_text(peak / limit)} of the {bytes_text(limit)} {origin}"))
+    return _table(rows, right=(1,))
+
+
+def _collectives(plan: Plan) -> Table | str:
+    if not plan.collectives:
+        return "none"
+    rows = [(c.kind, c.axis, c.purpose, str(c.count), bytes_text(c.bytes), bytes_text(c.wire_bytes), seconds_text(c.seconds))
+            for c in plan.collectives]
+    return _table(rows, ("kind", "axis", "of", "count", "tensors", "sent", "time"), right=(3, 4, 5, 6))
+
+
+def _replicated(plan: Plan) -> Table | str:
+    if not plan.replicated:
+        return "none"
+    rows = [(r.operator, ", ".join(r.axes), str(r.count), share_text(r.flops_share), share_text(r.bytes_share), r.reason)
+            for r in plan.replicated]
+    return _table(rows, ("operator", "over", "count", "of FLOPs", "of bytes", "because"), right=(2, 3, 4))
+
+
+def _alternatives(plan: Plan) -> Table | str:
+    if not plan.alternatives:
+        return "none"
+    rows = [(" x ".join(f"{axis} {degree}" for axis, degree in a.degrees.items()), f"ZeRO {a.zero}",
+             seconds_text(a.step_time), bytes_text(a.peak_memory), a.reason) for a in plan.alternatives]
+    return _table(rows, ("degrees", "storage", "step time", "memory", "why it lost"), right=(2, 3))

@@ -1,0 +1,97 @@
+"""Runs an emitted graph for every rank in one process, node by node in lockstep.
+
+Local operators run once a rank on that rank's tensors; collectives exchange between the ranks of a group. No process
+group is needed, so a library call can simulate inside any program, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.passes.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, REDUCE_SCATTER, WAIT, axis_of, group_argument
+from autopar.sharding.layout import Mesh
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stack: stack.sum(0), "max": lambda stack: stack.amax(0), "min": lambda stack: stack.amin(0),
+}
+
+
+@dataclass
+class Traffic:
+    """Collectives seen at run time: how many of each (kind, axis), and bytes of the whole tensors, one rank's view."""
+
+    count: Counter[tuple[str, str]] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+def groups(mesh: Mesh, axis: str) -> list[list[int]]:
+    """The ranks of every group of an axis, in the axis' order."""
+    stride, n = mesh.stride(axis), mesh.degree(axis)
+    return [[first + i * stride for i in range(n)] for first in range(mesh.size) if mesh.coordinates(first)[mesh.names.index(axis)] == 0]
+
+
+def _exchange(target: Any, args: tuple[Any, ...], pieces: list[Tensor]) -> list[Tensor]:
+    """One collective in one group: the tensors of its ranks in, their results out."""
+    n = len(pieces)
+    if target is ALL_REDUCE:
+        total = _REDUCTIONS[args[1]](torch.stack(pieces))
+        return [total.clone() for _ in pieces]
+    if target is ALL_GATHER:
+        whole = torch.cat(pieces)
+        return [whole.clone() for _ in pieces]
+    if target is REDUCE_SCATTER:
+        return list(_REDUCTIONS[args[1]](torch.stack(pieces)).chunk(n))
+    if target is ALL_TO_ALL:
+        received, sent = args[1], args[2]
+        parts = [p.split(sent) for p in pieces]
+        results = [torch.cat([parts[source][rank] for source in range(n)]) for rank in range(n)]
+        assert all(r.shape[0] == sum(received) for r in results)
+        return results
+    raise ValueError(f"{target} is not a collective that is simulated")
+
+
+def whole_bytes(target: Any, piece: Tensor, n: int) -> int:
+    """Bytes of the whole tensor of a collective, as cost_model.communication counts: X."""
+    return piece.nbytes * (n if target in (ALL_GATHER, ALL_TO_ALL) else 1)
+
+
+def run_ranks(module: fx.GraphModule, inputs: Sequence[Sequence[Any]], mesh: Mesh, traffic: Traffic | None = None) -> list[list[Tensor]]:
+    """Run ``module`` with ``inputs[rank]`` on every rank of ``mesh``; returns the outputs of every rank."""
+    ranks = range(mesh.size)
+    env: list[dict[fx.Node, Any]] = [{} for _ in ranks]
+    last: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        for arg in node.all_input_nodes:
+            last[arg] = node
+    given = [iter(values) for values in inputs]
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            for r in ranks:
+                env[r][node] = next(given[r])
+        elif node.op == "output":
+            return [[env[r][n] for n in node.args[0]] for r in ranks]
+        elif node.target in KINDS:
+            axis = axis_of(group_argument(node))
+            for members in groups(mesh, axis):
+                pieces = [env[r][node.args[0]] for r in members]
+                if traffic is not None and 0 in members:
+                    key = (KINDS[node.target], axis)
+                    traffic.count[key] += 1
+                    traffic.bytes[key] += whole_bytes(node.target, pieces[0], len(members))
+                for r, result in zip(members, _exchange(node.target, node.args, pieces), strict=True):
+                    env[r][node] = result
+        else:
+            for r in ranks:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env[r].__getitem__)
+                env[r][node] = args[0] if node.target is WAIT else node.target(*args, **kwargs)
+        for arg in node.all_input_nodes:
+            if last[arg] is node:
+                for r in ranks:
+                    del env[r][arg]
+    raise ValueError("the graph has no output")

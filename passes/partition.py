@@ -1,0 +1,85 @@
+"""Cuts the tagged joint graph of a rank into a forward and a backward graph.
+
+Invariant: run one after the other, with the saved values handed over, they compute what the joint graph computes; the
+forward returns the results and exactly the values tagged as kept that the backward reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.passes.shard import Sharded
+
+
+@dataclass(frozen=True)
+class Program:
+    """``forward(*forward_inputs) -> (results..., saved...)`` and ``backward(*backward_inputs) -> gradients``, inputs by
+    placeholder name; a name in ``saved`` is handed over by the forward."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    forward_inputs: tuple[str, ...]
+    backward_inputs: tuple[str, ...]
+    saved: tuple[str, ...]
+    num_results: int
+
+    def hash(self) -> str:
+        """SHA-256 of the text of both graphs: equal on every rank of a stage."""
+        code = self.forward.code + (self.backward.code if self.backward else "")
+        return hashlib.sha256(code.encode()).hexdigest()
+
+
+def _backward_nodes(sharded: Sharded) -> tuple[dict[fx.Node, None], dict[fx.Node, None]]:
+    """The call nodes of the backward graph, and the values it takes over (placeholders or saved), both in graph order."""
+    needed: set[fx.Node] = set()
+    boundary: set[fx.Node] = set()
+    stack = list(sharded.gradients)
+    while stack:
+        node = stack.pop()
+        if node in needed or node in boundary:
+            continue
+        if node.op == "placeholder" or not (node.meta["backward"] or node.meta["recompute"]):
+            boundary.add(node)
+        else:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    order = list(sharded.module.graph.nodes)
+    return {n: None for n in order if n in needed}, {n: None for n in order if n in boundary}
+
+
+def _extract(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], name: str) -> fx.GraphModule:
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        new[node] = graph.placeholder(node.name)
+        new[node].meta = dict(node.meta)
+    for node in nodes:
+        new[node] = graph.node_copy(node, lambda n: new[n])
+    graph.output(tuple(new[n] for n in outputs))
+    graph.lint()
+    return fx.GraphModule(torch.nn.Module(), graph, class_name=name)
+
+
+def partition(sharded: Sharded) -> Program:
+    """Cut ``sharded`` (tagged by `recompute.tag`) in two."""
+    calls, boundary = _backward_nodes(sharded)
+    saved = [n for n in boundary if n.op != "placeholder"]
+    forward: set[fx.Node] = set()
+    stack = [*sharded.results, *saved]
+    while stack:
+        node = stack.pop()
+        if node not in forward:
+            forward.add(node)
+            stack.extend(node.all_input_nodes)
+    order = [n for n in sharded.module.graph.nodes if n in forward]
+    inputs = [n for n in order if n.op == "placeholder"]
+    module = _extract([n for n in order if n.op == "call_function"], inputs, [*sharded.results, *saved], "Forward")
+    backward = None
+    if sharded.gradients:
+        backward = _extract(list(calls), list(boundary), list(sharded.gradients), "Backward")
+    return Program(module, backward, tuple(n.name for n in inputs), tuple(n.name for n in boundary),
+                   tuple(n.name for n in saved), len(sharded.results))

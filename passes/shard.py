@@ -1,0 +1,149 @@
+"""The shard pass: joint graph and assignment -> the joint graph of one rank.
+
+Invariant: run on every rank with that rank's pieces and coordinates, the emitted graph computes the pieces of what the
+captured graph computes, each output in its layout. The text of the graph is the same on all ranks: coordinates are an
+input, groups are named by axis. Every redistribution is emitted once a direction, as `Router` decides.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.graph import Captured
+from autopar.passes.collectives import aten, emit_step
+from autopar.sharding.assignment import AliasKey, Assignment, Router, Transfer, result_layouts
+from autopar.sharding.layout import Layout
+from autopar.sharding.operators import Operator, Operators, Value, value_of
+from autopar.sharding.rule import Local, layouts, run_local
+
+#: Name of the input that carries a rank's mesh coordinates, int64 [axes].
+COORDINATES = "coordinates"
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The joint program of a rank. ``inputs`` maps the captured placeholders to the new ones (None key: coordinates);
+    outputs stand in the captured order: results, then gradients. ``transfers`` are the redistributions in it."""
+
+    module: fx.GraphModule
+    coordinates: fx.Node
+    inputs: dict[fx.Node, fx.Node]
+    results: tuple[fx.Node, ...]
+    gradients: tuple[fx.Node, ...]
+    transfers: tuple[Transfer, ...]
+
+
+class _Emitter:
+    """Writes the graph of a rank node by node."""
+
+    def __init__(self, captured: Captured, operators: Operators, assignment: Assignment) -> None:
+        self.captured, self.operators, self.assignment = captured, operators, assignment
+        self.mesh = assignment.mesh
+        self.graph = fx.Graph()
+        self.produced = result_layouts(operators, assignment)
+        self.router = Router(self.mesh)
+        self.nodes: dict[tuple[Value, bool | None, Layout], fx.Node] = {}
+        self.meta: dict[str, Any] = {}
+        self.transfers: list[Transfer] = []
+        self.memo: dict[tuple[Any, ...], fx.Node] = {}
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta = dict(self.meta)
+        return node
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], fx.Node]) -> fx.Node:
+        """Small integer tensors that depend on coordinates only: made once a direction."""
+        key = (*key, self.meta.get("backward"))
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+    def coordinate(self, axis: str) -> fx.Node:
+        i = self.mesh.names.index(axis)
+        return self._once(("coordinate", i), lambda: self.emit(aten.slice.Tensor, self.coordinates, 0, i, i + 1))
+
+    def starts(self, layout: Layout, shape: Sequence[int]) -> fx.Node:
+        weights = layout.start_weights(self.mesh, shape)
+        return self._once(("starts", *weights, len(shape)),
+                          lambda: self.emit(torch.ops.autopar.starts.default, self.coordinates, weights))
+
+    def placeholders(self) -> dict[fx.Node, fx.Node]:
+        self.coordinates = self.graph.placeholder(COORDINATES)
+        self.coordinates.meta = {"backward": False, "module": ""}
+        new = {}
+        for node in self.captured.graph.find_nodes(op="placeholder"):
+            new[node] = self.graph.placeholder(node.name)
+            new[node].meta = {"backward": node.meta["backward"], "module": node.meta["module"]}
+            self.nodes[(Value(node), None, self.produced[Value(node)])] = new[node]
+        return new
+
+    def read(self, value: Value, backward: bool, alias: Layout | None, wanted: Layout) -> fx.Node:
+        """``value`` in layout ``wanted``, redistributed where needed."""
+        own = self.produced[value]
+        for transfer in self.router.route(value, self.operators.specs[value], backward, own, alias, wanted):
+            self.transfers.append(transfer)
+            x = self._in(value, backward, transfer.source)
+            for step in transfer.steps:
+                x = emit_step(self.emit, x, step, self.mesh, transfer.spec.shape, self.coordinate)
+            self.nodes[(value, backward, transfer.target)] = x
+        return self._in(value, backward, wanted)
+
+    def _in(self, value: Value, backward: bool, layout: Layout) -> fx.Node:
+        return self.nodes[(value, None, layout) if layout == self.produced[value] else (value, backward, layout)]
+
+    def operator(self, op: Operator) -> None:
+        self.meta = {"module": op.node.meta["module"], "block": op.node.meta["block"], "backward": op.backward}
+        ins, outs = layouts(op.rule, self.assignment.strategies[op.node], self.mesh)
+        operands = []
+        for value, layout in zip(op.operands, ins, strict=True):
+            alias = self.assignment.aliases.get(AliasKey(value, op.backward, op.block))
+            operands.append(self.read(value, op.backward, alias, layout))
+        local = Local(op.call, self.mesh, tuple(operands), ins, outs, self.emit, self.starts)
+        result = run_local(op.rule, local)
+        vals = op.node.meta["val"]
+        if isinstance(vals, torch.Tensor):
+            self.nodes[(Value(op.node), None, outs[0])] = result
+            return
+        index = 0
+        for position, val in enumerate(vals):
+            if isinstance(val, torch.Tensor):
+                if self.operators.consumers.get(Value(op.node, index)) or self._is_output(Value(op.node, index)):
+                    self.nodes[(Value(op.node, index), None, outs[index])] = self.emit(operator.getitem, result, position)
+                index += 1
+
+    def _is_output(self, value: Value) -> bool:
+        outputs = self.captured.graph.output_node().args[0]
+        return any(value_of(node) == value for node in outputs)  # type: ignore[union-attr,arg-type]
+
+    def sinks(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        results, gradients = [], []
+        wanted = iter(self.assignment.sinks)
+        for output in self.captured.outputs:
+            self.meta = {"module": "", "block": None, "backward": False}
+            results.append(self.read(value_of(output.node), False, None, next(wanted)))
+        for p in self.captured.parameters:
+            if p.gradient is not None:
+                self.meta = {"module": p.name.rpartition(".")[0], "block": None, "backward": True}
+                gradients.append(self.read(value_of(p.gradient), True, None, next(wanted)))
+        return results, gradients
+
+
+def shard(captured: Captured, operators: Operators, assignment: Assignment) -> Sharded:
+    """Emit the joint program of a rank for ``assignment``."""
+    emitter = _Emitter(captured, operators, assignment)
+    inputs = emitter.placeholders()
+    for op in operators:
+        emitter.operator(op)
+    results, gradients = emitter.sinks()
+    emitter.graph.output((*results, *gradients))
+    emitter.graph.eliminate_dead_code()
+    emitter.graph.lint()
+    module = fx.GraphModule(torch.nn.Module(), emitter.graph)
+    return Sharded(module, emitter.coordinates, inputs, tuple(results), tuple(gradients), tuple(emitter.transfers))
