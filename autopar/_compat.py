@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._decomp import get_decompositions
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -18,11 +18,11 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BufferAOTInput",
-    "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
     "InputMutationAOTOutput",
@@ -30,10 +30,11 @@ __all__ = [
     "PlainAOTInput",
     "PlainAOTOutput",
     "TangentAOTInput",
+    "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
     "compiling",
-    "core_aten_decompositions",
     "get_decompositions",
+    "strided_shard",
 ]
 
 
@@ -48,6 +49,8 @@ def compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-def fake_mode_of(tensor: Any) -> FakeTensorMode | None:
-    """The fake mode of a fake tensor, else None."""
-    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """DTensor's placement of an axis that splits ``dim`` inside ``split_factor`` pieces made by axes further right."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)

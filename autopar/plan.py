@@ -18,7 +18,7 @@ from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, PlanError
-from autopar.hints import Hints, nearest_names
+from autopar.hints import ZERO_STAGES, Hints, nearest_names
 from autopar.report.text import text_report
 from autopar.sharding.layout import Layout, Mesh
 from autopar.workload import Workload
@@ -53,8 +53,8 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class ReplicatedOperator:
-    """``count`` calls of one operator whose work all ranks along ``axes`` repeat, their share of the model's FLOPs and of
-    the bytes moved, and the reason."""
+    """``count`` calls of one operator whose work all ranks along ``axes`` repeat, their share of the model's FLOPs and
+    of the bytes moved, and the reason."""
 
     operator: str
     axes: tuple[str, ...]
@@ -89,7 +89,7 @@ class Plan:
 
     ``structure`` is the hash of the model's graph and shapes. ``breakdown`` has the seconds of ``compute``, ``exposed
     communication`` and ``bubble``, which add up to ``step_time``; ``memory`` bytes by kind, which add up to the peak.
-    ``gap`` is the largest fraction by which the best plan in ``gap_space`` could be faster. ``operators`` gives, for
+    A step takes at most ``gap`` (a fraction) longer than with the best plan of ``gap_space``. ``operators`` gives, for
     every operator, what is split on each axis; ``flops_share`` is the largest share of the model's FLOPs that one rank
     does. All numbers are finite.
     """
@@ -257,10 +257,12 @@ def _bad(where: str, expected: str, value: object) -> PlanError:
 
 
 def _check(plan: Plan) -> None:
-    """What the types do not say: the axes are dp and tp, every parameter's layout fits its shape, and cluster, workload
-    and hints can be read."""
+    """What the types do not say: axes and zero are known ones, every parameter's layout fits its shape, and cluster,
+    workload and hints can be read."""
     if set(plan.degrees) != {"dp", "tp"} or any(degree < 1 for degree in plan.degrees.values()):
         raise _bad("plan.degrees", "positive degrees of dp and tp", plan.degrees)
+    if plan.zero not in ZERO_STAGES:
+        raise _bad("plan.zero", " or ".join(map(str, ZERO_STAGES)), plan.zero)
     mesh = plan.mesh
     for name, parameter in plan.parameters.items():
         layout, shape = parameter.storage, parameter.shape

@@ -28,7 +28,7 @@ class Workload:
                 raise WorkloadError(f"A workload cannot have {name}={value!r}.", found=repr(value),
                                     expected="a whole number from 1, or None",
                                     change=f"give {name} as a positive int, or leave it out")
-        if self.optimizer not in OPTIMIZER_ELEMENTS:
+        if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZER_ELEMENTS:
             raise WorkloadError(f"There is no optimizer {self.optimizer!r} in the memory model.",
                                 expected=f"one of {', '.join(OPTIMIZER_ELEMENTS)}", found=repr(self.optimizer),
                                 change=nearest(str(self.optimizer), OPTIMIZER_ELEMENTS))

@@ -65,12 +65,12 @@ class _Features:
 
 
 def describe_layers(captured: Captured, operators: Operators, assignment: Assignment) -> tuple[LayerSummary, ...]:
-    """What the forward matrix products, attentions and embeddings of each kind of layer split, in graph order.
+    """What the forward matrix products, attentions and token embeddings of each kind of layer split.
 
     A layer is a child of a block ("model.layers.*.mlp", all blocks together), or a module outside of the blocks. Its
-    splits are ordered by the mesh; axes of degree 1 split nothing. Words: batch, sequence, heads, head features, ffn,
-    hidden, vocabulary; else output features, input features, table rows (of an embedding that no part of the batch
-    reads), inner dim (of a product without a parameter) and rows.
+    splits are ordered by the mesh; axes of degree 1 split nothing. The words are batch, sequence, heads, head features,
+    ffn, hidden and vocabulary; else output features and input features of a parameter, inner dim of a product without
+    one, and rows. Layers are in the order of the graph.
     """
     words = _words(captured, operators)
     modules: dict[str, dict[str, None]] = {}
@@ -129,8 +129,12 @@ def _reason(op: Operator, strategy: Strategy, whole: tuple[str, ...], mesh: Mesh
 
 
 def _described(operators: Operators) -> Iterator[Operator]:
-    return (op for op in operators
-            if not op.backward and (op.is_heavy or op.call.target is aten.embedding.default))
+    return (op for op in operators if not op.backward and (op.is_heavy or _looks_up_tokens(op, operators)))
+
+
+def _looks_up_tokens(op: Operator, operators: Operators) -> bool:
+    """Whether ``op`` is an embedding of the batch, not of positions, which are the same for all sequences."""
+    return op.call.target is aten.embedding.default and bool(operators.batch_factors[op.node])
 
 
 def _layer(module: str) -> str:
@@ -154,8 +158,9 @@ def _words(captured: Captured, operators: Operators) -> dict[tuple[fx.Node, str]
     words = {}
     for op in _described(operators):
         for factor in op.rule.sizes:
-            word = "batch" if factor in operators.batch_factors[op.node] else known.get(classes.find((op.node, factor)))
-            words[op.node, factor] = word or _plain(op, factor, features[op.node])
+            batch = factor in operators.batch_factors[op.node]
+            meaning = "batch" if batch else known.get(classes.find((op.node, factor)))
+            words[op.node, factor] = meaning or _plain(op, factor, features[op.node])
     return words
 
 
@@ -165,8 +170,6 @@ def _plain(op: Operator, factor: str, features: _Features) -> str:
         return "input features"
     if factor in features.outputs:
         return "output features"
-    if op.call.target is aten.embedding.default and factor == "v":
-        return "table rows"
     return "inner dim" if factor in op.rule.reduced else "rows"
 
 
@@ -189,12 +192,11 @@ def _seeds(forward: Iterable[Operator], operators: Operators) -> Iterator[tuple[
     """What single operators know of their dims."""
     for op in forward:
         batch = operators.batch_factors[op.node]
-        if op.call.target is aten.embedding.default:
-            _, indices = op.rule.operands
+        if _looks_up_tokens(op, operators):
+            _, tokens = op.rule.operands
+            yield (op.node, "v"), "vocabulary"
             yield (op.node, "h"), "hidden"
-            if batch:
-                yield (op.node, "v"), "vocabulary"
-                yield from (((op.node, dim[0]), "sequence") for dim in indices if dim and dim[0] not in batch)
+            yield from (((op.node, dim[0]), "sequence") for dim in tokens if dim and dim[0] not in batch)
         elif op.call.target is aten.gather.default and batch:
             yield (op.node, "v"), "vocabulary"  # the score of the right class, in the loss
         elif op.call.target is torch.ops.autopar.attention.default:

@@ -60,10 +60,11 @@ def _summary(plan: Plan) -> Table:
             yield "Hints", ", ".join(f"{name}={json.dumps(value)}" for name, value in plan.hints.items())
         yield "Degrees", " x ".join(f"{axis} {degree}" for axis, degree in plan.degrees.items())
         yield "Storage", _ZERO[plan.zero]
-        yield "Micro-batches", f"{plan.num_micro_batches} of {plan.micro_batch_size} sequences; recompute {plan.recompute}"
+        yield "Micro-batches", f"{plan.num_micro_batches} of {plan.micro_batch_size} sequences"
+        yield "Recompute", plan.recompute
         yield "Step time", f"{seconds_text(plan.step_time)}: {_parts(plan.breakdown)}"
         yield "Work", f"one rank does at most {share_text(plan.flops_share)} of the model's FLOPs"
-        yield "Gap", f"at most {share_text(plan.gap)} from the best of: {plan.gap_space}"
+        yield "Gap", f"at most {share_text(plan.gap)} slower than the best of: {plan.gap_space}"
 
     return _table(rows())
 
@@ -74,14 +75,15 @@ def _parts(breakdown: Mapping[str, float]) -> str:
 
 def _layers(plan: Plan) -> Table:
     """One row a kind of layer. What all of them split of the tokens is said once."""
-    everywhere = [split for split in dict.fromkeys(s for layer in plan.layers for s in layer.splits)
-                  if split[0] in ("batch", "sequence") and all(split in layer.splits for layer in plan.layers)]
+    of_tokens = [split for split in dict.fromkeys(s for layer in plan.layers for s in layer.splits)
+                 if split[0] in ("batch", "sequence")]
+    everywhere = [split for split in of_tokens if all(split in layer.splits for layer in plan.layers)]
 
     def words(splits: Iterable[tuple[str, str]], otherwise: str) -> str:
         return "; ".join(f"{meaning} over {axis}" for meaning, axis in splits) or otherwise
 
     nothing = "only the tokens" if everywhere else "nothing"
-    rows = [("tokens", "", words(everywhere, "not the same in all layers" if plan.layers else "nothing"))]
+    rows = [("tokens", "", words(everywhere, "not the same in all layers" if of_tokens else "nothing"))]
     for layer in plan.layers:
         own = [split for split in layer.splits if split not in everywhere]
         rows.append((layer.name, f"x{layer.count}" if layer.count > 1 else "", words(own, nothing)))
@@ -101,16 +103,16 @@ def _memory(plan: Plan) -> Table:
 def _collectives(plan: Plan) -> Table | str:
     if not plan.collectives:
         return "none"
-    rows = [(c.kind, c.axis, c.purpose, str(c.count), bytes_text(c.bytes), bytes_text(c.wire_bytes), seconds_text(c.seconds))
-            for c in plan.collectives]
+    rows = [(c.kind, c.axis, c.purpose, str(c.count), bytes_text(c.bytes), bytes_text(c.wire_bytes),
+             seconds_text(c.seconds)) for c in plan.collectives]
     return _table(rows, ("kind", "axis", "of", "count", "tensors", "sent", "time"), right=(3, 4, 5, 6))
 
 
 def _replicated(plan: Plan) -> Table | str:
     if not plan.replicated:
         return "none"
-    rows = [(r.operator, ", ".join(r.axes), str(r.count), share_text(r.flops_share), share_text(r.bytes_share), r.reason)
-            for r in plan.replicated]
+    rows = [(r.operator, ", ".join(r.axes), str(r.count), share_text(r.flops_share), share_text(r.bytes_share),
+             r.reason) for r in plan.replicated]
     return _table(rows, ("operator", "over", "count", "of FLOPs", "of bytes", "because"), right=(2, 3, 4))
 
 

@@ -34,7 +34,7 @@ def _scaled(value: float, units: Sequence[tuple[str, float]]) -> str:
 
 
 def _digits(value: float, digits: int) -> str:
-    """``digits`` significant digits without an exponent or trailing zeros."""
-    rounded = float(f"{value:.{digits}g}")
-    text = f"{rounded:.{digits + 2}f}" if rounded < 10 else f"{rounded:.1f}"
-    return text.rstrip("0").rstrip(".")
+    """``digits`` significant digits, more if there are more before the point, without an exponent or trailing zeros."""
+    if value >= 10 ** (digits - 1):
+        return f"{value:.0f}"
+    return f"{float(f'{value:.{digits}g}'):.{digits + 2}f}".rstrip("0").rstrip(".")

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
 
+from autopar._compat import TorchDispatchMode
 from autopar.passes.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, REDUCE_SCATTER, WAIT, axis_of, group_argument
 from autopar.sharding.layout import Mesh
 
@@ -24,10 +26,26 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass
 class Traffic:
-    """Collectives seen at run time: how many of each (kind, axis), and bytes of the whole tensors, one rank's view."""
+    """What rank 0 did at run time: collectives by (kind, axis), their bytes (of the whole tensors), and FLOPs."""
 
     count: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    flops: int = 0
+
+
+class _CountFlops(TorchDispatchMode):
+    """Adds the FLOPs of every operator that runs, by torch.utils.flop_counter's registry."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()
+        self.traffic = traffic
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.traffic.flops += formula(*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 def groups(mesh: Mesh, axis: str) -> list[list[int]]:
@@ -54,6 +72,17 @@ def _exchange(target: Any, args: tuple[Any, ...], pieces: list[Tensor]) -> list[
         assert all(r.shape[0] == sum(received) for r in results)
         return results
     raise ValueError(f"{target} is not a collective that is simulated")
+
+
+def _local(node: fx.Node, env: dict[fx.Node, Any], traffic: Traffic | None) -> Any:
+    """One operator on one rank."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+    if node.target is WAIT:
+        return args[0]
+    if traffic is None:
+        return node.target(*args, **kwargs)
+    with _CountFlops(traffic):
+        return node.target(*args, **kwargs)
 
 
 def whole_bytes(target: Any, piece: Tensor, n: int) -> int:
@@ -88,8 +117,7 @@ def run_ranks(module: fx.GraphModule, inputs: Sequence[Sequence[Any]], mesh: Mes
                     env[r][node] = result
         else:
             for r in ranks:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env[r].__getitem__)
-                env[r][node] = args[0] if node.target is WAIT else node.target(*args, **kwargs)
+                env[r][node] = _local(node, env[r], traffic if r == 0 else None)
         for arg in node.all_input_nodes:
             if last[arg] is node:
                 for r in ranks:

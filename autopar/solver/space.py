@@ -22,7 +22,7 @@ from autopar.capture.graph import Captured, Parameter
 from autopar.sharding.assignment import AliasKey, Assignment
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value, splits_batch, value_of
-from autopar.sharding.rule import Choice, Strategy, layouts, strategies, work_share
+from autopar.sharding.rule import REPLICATE, Choice, Strategy, layouts, strategies, work_share
 from autopar.solver.program import Ints
 
 #: The axis that carries data parallelism: it splits the batch and nothing else (DESIGN section 8).
@@ -167,7 +167,7 @@ class SpaceBuilder:
         spec, batch = self.operators.specs[value], self.operators.batch_dims[value]
         per_axis: list[list[int | None]] = []
         for axis, n in self.mesh.axes:
-            dims = [d for d, size in enumerate(spec.shape) if size > 1 and size % n == 0]
+            dims = [d for d, size in enumerate(spec.shape) if n > 1 and size > 1 and size % n == 0]
             if axis == DATA_AXIS and not self.axes_split_all:
                 dims = [d for d in dims if d in batch]
                 per_axis.append([*dims] if dims else [None])
@@ -185,7 +185,7 @@ class SpaceBuilder:
         """Where a parameter may rest: any dim on the other axes; on the data axis (ZeRO) the first dim that is free and
         divides, else inside the dim that another axis splits."""
         shape, ndim = p.spec.shape, len(p.spec.shape)
-        others = [a for a in self.mesh.axes if a[0] != DATA_AXIS]
+        others = [(axis, n) for axis, n in self.mesh.axes if axis != DATA_AXIS and n > 1]
         dims = [[None, *(d for d in range(ndim) if shape[d] > 1 and shape[d] % n == 0)] for _, n in others]
         found = []
         for choice in itertools.product(*dims):
@@ -224,6 +224,8 @@ class SpaceBuilder:
         batch = self.operators.batch_factors[op.node]
 
         def allowed(axis: str, choice: Choice) -> bool:
+            if self.mesh.degree(axis) == 1:
+                return choice == REPLICATE
             if axis != DATA_AXIS or self.axes_split_all:
                 return True
             n = self.mesh.degree(axis)
@@ -234,8 +236,8 @@ class SpaceBuilder:
 
     def _strategies(self, op: Operator) -> list[Strategy]:
         every = strategies(op.rule, self.mesh, self._allowed(op))
-        if not every:
-            every = strategies(op.rule, self.mesh)
+        if not every:  # the batch divides, but not inside this operator's compound dims
+            every = strategies(op.rule, self.mesh, lambda axis, choice: axis != DATA_AXIS or choice.factor is None)
         every = [s for s in every if self.pins.operator(op.node, s)] or every
         return self._prefer_split(op, every) if op.is_heavy else every
 

@@ -1,0 +1,200 @@
+"""`ParallelModule`: the sharded program behind the interface of the model it was made from."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.capture import batch_tensors
+from autopar.capture.graph import Captured
+from autopar.errors import InputError, RuntimeFailure
+from autopar.passes.collectives import bind_groups
+from autopar.plan import Plan
+from autopar.runtime.parameters import as_dtensor, parallel_tree
+from autopar.runtime.process import make_device_mesh, placements
+from autopar.runtime.specialize import Specialization, capture_batch, choose, emit
+from autopar.solver.spmd import read
+
+#: Specialisations kept; the one used longest ago goes first.
+CACHE_SIZE = 16
+
+
+class _Step(torch.autograd.Function):
+    """The forward program, and the backward program as its gradient. Parameters come in and gradients go out as
+    DTensors in storage layout."""
+
+    @staticmethod
+    def forward(ctx: Any, module: ParallelModule, special: Specialization, given: dict[str, Tensor], *parameters: DTensor) -> tuple[Tensor, ...]:
+        program = special.program
+        values = dict(given)
+        names = [special.input_name(p.placeholder) for p in special.captured.parameters]
+        values.update({name: p.to_local() for name, p in zip(names, parameters, strict=True)})
+        outputs = program.forward(*(values[name] for name in program.forward_inputs))
+        results, saved = outputs[:program.num_results], outputs[program.num_results:]
+        values.update(zip(program.saved, saved, strict=True))
+        kept = [name for name in program.backward_inputs if name in values]
+        ctx.save_for_backward(*(values[name] for name in kept))
+        ctx.kept, ctx.module, ctx.special = kept, module, special
+        plain = [r for r, o in zip(results, special.captured.outputs, strict=True) if o.tangent is None]
+        ctx.mark_non_differentiable(*plain)
+        ctx.set_materialize_grads(True)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
+        special: Specialization = ctx.special
+        program = special.program
+        assert program.backward is not None
+        values = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
+        for output, tangent in zip(special.captured.outputs, tangents, strict=True):
+            if output.tangent is not None:
+                values[special.input_name(output.tangent)] = tangent
+        with torch.no_grad():
+            gradients = iter(program.backward(*(values[name] for name in program.backward_inputs)))
+        found: list[DTensor | None] = []
+        for p in special.captured.parameters:
+            layout = special.assignment.sources[p.placeholder]
+            found.append(None if p.gradient is None else ctx.module.dtensor(next(gradients).contiguous(), layout, p.spec.shape))
+        return (None, None, None, *found)
+
+
+class ParallelModule(nn.Module):
+    """A model split over all ranks, used like the model itself.
+
+    Parameters have the model's names and are `DTensor`s on the whole mesh, so any ``torch.optim`` optimizer and
+    ``torch.nn.utils.clip_grad_norm_`` work unchanged; other attributes (``config`` and the like) are the model's own.
+    ``forward`` takes the global batch on every rank. A scalar result (the loss) is that of the global batch and the same
+    on every rank; other tensors come back as DTensors. ``plan`` is what was decided.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        super().__init__()
+        self.__dict__["_original"] = None
+        mesh = plan.mesh
+        device_mesh = make_device_mesh(mesh)
+        tree = parallel_tree(model, {name: p.storage for name, p in plan.parameters.items()}, mesh, device_mesh)
+        for name, child in tree.named_children():
+            self.add_module(name, child)
+        for name, p in tree.named_parameters(recurse=False):
+            self.register_parameter(name, p)
+        for name, b in tree.named_buffers(recurse=False):
+            self.register_buffer(name, b, persistent=name not in tree._non_persistent_buffers_set)
+        self.__dict__.update(_original=tree, plan=plan, mesh=mesh, device_mesh=device_mesh, _cache=OrderedDict())
+        device = torch.device(device_mesh.device_type)
+        self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
+        seed = torch.tensor([torch.initial_seed() % 2**62, 0], device=device)
+        dist.broadcast(seed, 0)
+        self.__dict__["seed"] = seed
+        self.train(model.training)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("_original")
+            if original is None:
+                raise
+            return getattr(original, name)
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among those that work on different samples."""
+        return int(self.device_mesh.get_local_rank("dp"))
+
+    @property
+    def data_world_size(self) -> int:
+        """Over how many ranks the batch is split."""
+        return self.mesh.degree("dp")
+
+    def dtensor(self, piece: Tensor, layout: Any, shape: Sequence[int]) -> DTensor:
+        """A rank's piece in ``layout`` as a DTensor of global ``shape``."""
+        return as_dtensor(piece, layout, self.mesh, self.device_mesh, torch.Size(shape))
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """Switch between training and evaluation, as ``nn.Module.train``."""
+        super().train(mode)
+        original = self.__dict__.get("_original")
+        if original is not None:
+            original.train(mode)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the sharded program on the global batch, given whole on every rank. Returns what the model returns."""
+        device = self.device_mesh.device_type
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (args, kwargs))
+        special = self.specialization(args, kwargs)
+        captured = special.captured
+        given = {special.sharded.coordinates.name: self._coordinates}
+        given.update({special.input_name(b.placeholder): _tensor_at(self._original, b.name) for b in captured.buffers})
+        given.update({special.input_name(node): t for node, t in zip(captured.inputs, batch_tensors(args, kwargs), strict=True)})
+        if captured.seed is not None:
+            given[special.input_name(captured.seed)] = self.seed.clone()
+            self.seed[1] += 1
+        parameters = [self._original.get_parameter(p.name) for p in captured.parameters]
+        return self._rebuild(special, _Step.apply(self, special, given, *parameters))
+
+    def _rebuild(self, special: Specialization, results: Sequence[Tensor]) -> Any:
+        """What the model would have returned: its structure, with DTensors for all but scalars."""
+        captured = special.captured
+        found = []
+        for result, output, layout in zip(results, captured.outputs, special.assignment.sinks, strict=False):
+            if result.dim() > 0:
+                result = DTensor.from_local(result, self.device_mesh, placements(layout, self.mesh), run_check=False,
+                                            shape=output.node.meta["val"].shape, stride=output.node.meta["val"].stride())
+            found.append(result)
+        tensors, constants = iter(found), dict(captured.output_constants)
+        count = captured.output_spec.num_leaves
+        leaves = [constants[i] if i in constants else next(tensors) for i in range(count)]
+        return pytree.tree_unflatten(leaves, captured.output_spec)
+
+    def specialization(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
+        """The program for a batch's shapes: made once, the same on every rank, then kept."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        key = (str(spec), repr(shapes), self.training, tuple(p.requires_grad for p in self._original.parameters()))
+        cache: OrderedDict[Any, Specialization] = self._cache
+        if key not in cache:
+            cache[key] = self._specialize(args, kwargs)
+            if len(cache) > CACHE_SIZE:
+                cache.popitem(last=False)
+        cache.move_to_end(key)
+        return cache[key]
+
+    def _specialize(self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Specialization:
+        captured = captured or capture_batch(self._original, args, kwargs, self.training)
+        operators = read(captured)
+        space, options = choose(captured, operators, self.plan)
+        special = emit(captured, operators, space.assignment(options))
+        self._compare(special.program.hash())
+        groups = {axis: self.device_mesh.get_group(axis).group_name for axis in self.mesh.names}
+        bind_groups(special.program.forward, groups)
+        if special.program.backward is not None:
+            bind_groups(special.program.backward, groups)
+        return special
+
+    def _compare(self, program_hash: str) -> None:
+        """Ranks must run the same program, or they would wait for one another for ever."""
+        hashes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hashes, program_hash)
+        different = [rank for rank, h in enumerate(hashes) if h != hashes[0]]
+        if different:
+            raise RuntimeFailure(f"ranks {different} made another program than rank 0", expected="the same model, batch shapes, "
+                                 "plan and versions on every rank", found=f"{len(set(hashes))} different programs",
+                                 change="pass the same global batch shapes on every rank, and run one version of the code")
+
+
+def _tensor_at(model: nn.Module, name: str) -> Tensor:
+    """A buffer or plain tensor attribute by its path."""
+    path, _, attribute = name.rpartition(".")
+    value = getattr(model.get_submodule(path), attribute)
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} was a tensor when the model was captured", expected="a tensor", found=type(value).__name__,
+                         change="do not replace buffers after parallelize")
+    return value

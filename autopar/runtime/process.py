@@ -1,0 +1,62 @@
+"""The process group and device mesh of a run: found, or made from torchrun's environment."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from autopar._compat import strided_shard
+from autopar.errors import PlanError
+from autopar.sharding.layout import Layout, Mesh
+
+
+def device_type() -> str:
+    """The kind of device that this process computes on."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def ensure_process_group() -> None:
+    """Join the process group that torchrun describes; without torchrun, a group of this process alone."""
+    if dist.is_initialized():
+        return
+    if device_type() == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
+    timeout = datetime.timedelta(minutes=30)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
+
+
+def make_device_mesh(mesh: Mesh) -> DeviceMesh:
+    """The device mesh of all ranks. PlanError if their number is not the mesh's."""
+    world = dist.get_world_size()
+    if world != mesh.size:
+        degrees = " x ".join(f"{axis}={n}" for axis, n in mesh.axes)
+        raise PlanError(f"the plan is for {mesh.size} ranks and {world} are running", expected=f"{degrees} = {mesh.size} ranks",
+                        found=f"a world of {world}", change=f"run torchrun with {mesh.size} processes in all, or plan again")
+    return init_device_mesh(device_type(), mesh.sizes, mesh_dim_names=mesh.names)
+
+
+def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
+    """A layout as DTensor's placements, one an axis. Axes that split a dim in another order than the mesh's become
+    strided: that is how FSDP2 writes a dim that tp splits outermost and dp inside it."""
+    found: list[Placement] = []
+    for axis in mesh.names:
+        d = layout.dim_of(axis)
+        if d is None:
+            found.append(Replicate())
+            continue
+        order = layout.dims[d]
+        outside = 1  # pieces made by axes that are further right in the mesh but further out in the layout
+        for other in order[:order.index(axis)]:
+            if mesh.names.index(other) > mesh.names.index(axis):
+                outside *= mesh.degree(other)
+        found.append(Shard(d) if outside == 1 else strided_shard(d, outside))
+    return tuple(found)

@@ -1,0 +1,144 @@
+"""The outer search: every mesh of the cluster, each solved for its layouts; the fastest that fits becomes the plan."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import nn
+
+from autopar.capture.graph import Captured
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError
+from autopar.hints import Hints, check_hints
+from autopar.plan import Alternative, ParameterPlan, Plan
+from autopar.report.describe import describe_layers, describe_replicated
+from autopar.sharding.layout import Mesh
+from autopar.sharding.operators import Operators
+from autopar.solver.carry import hint_pins, operator_choices
+from autopar.solver.program import solve
+from autopar.solver.space import Pins
+from autopar.solver.spmd import Solved, make_program, read, solve_mesh
+from autopar.workload import Workload
+
+#: What `Plan.gap` is a bound over.
+GAP_SPACE = ("all meshes dp x tp; batch over dp; matrix products and attention split on every axis, weights over tp; "
+             "other operators follow an operand; equal blocks alike")
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What every candidate is solved for."""
+
+    captured: Captured
+    operators: Operators
+    cluster: Cluster
+    workload: Workload
+
+    def solve(self, mesh: Mesh, pins: Pins, budget: float) -> Solved | None:
+        return solve_mesh(self.captured, self.operators, mesh, self.cluster, self.workload.optimizer, pins, budget)
+
+    def least_memory(self, mesh: Mesh, pins: Pins) -> float:
+        """The fewest bytes a device that any assignment on ``mesh`` needs."""
+        _, program = make_program(self.captured, self.operators, mesh, self.cluster, self.workload.optimizer, pins, np.inf)
+        # Only bytes count; where there is no way between two layouts there still is none.
+        program.seconds = [np.where(np.isfinite(s), m * 1e-9, s) for s, m in zip(program.seconds, program.memory, strict=True)]
+        program.edges = [replace(e, cost=np.where(np.isfinite(e.cost), 0.0, np.inf)) for e in program.edges]
+        solution = solve(program)
+        return float("inf") if solution is None else solution.memory
+
+
+def structure_hash(names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str:
+    """SHA-256 of a model's parameters, by name and shape."""
+    return hashlib.sha256(repr(sorted(names_and_shapes)).encode()).hexdigest()
+
+
+def meshes(world_size: int, hints: Hints) -> list[Mesh]:
+    """Every mesh dp x tp of ``world_size`` ranks that the hints allow, tp innermost."""
+    found = []
+    for tp in range(1, world_size + 1):
+        dp = world_size // tp
+        if dp * tp == world_size and hints.tp in (None, tp) and hints.dp in (None, dp):
+            found.append(Mesh((("dp", dp), ("tp", tp))))
+    return found
+
+
+def search(model: nn.Module, captured: Captured, cluster: Cluster, workload: Workload, hints: Hints) -> Plan:
+    """The fastest plan that fits. Raises HintError and InfeasibleError."""
+    shapes = {name: p.spec.shape for p in captured.parameters for name in (p.name, *p.aliases)}
+    check_hints(hints, cluster.size, shapes)
+    task = _Task(captured, read(captured), cluster, workload)
+    pins = hint_pins(captured, hints)
+    budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
+    solved: list[tuple[Mesh, Solved | None]] = [(m, task.solve(m, pins, budget)) for m in meshes(cluster.size, hints)]
+    fitting = sorted((s for _, s in solved if s is not None), key=lambda s: s.step_time)
+    if not fitting:
+        raise _does_not_fit(task, hints, pins, budget)
+    best = fitting[0]
+    others = list(fitting[1:])
+    if hints.zero is None and best.mesh.degree("dp") > 1:
+        other = task.solve(best.mesh, replace(pins, zero=0 if best.zero == 3 else 3), float("inf"))
+        others += [other] if other is not None and other.zero != best.zero else []
+    alternatives = [_alternative(best, s, budget) for s in others]
+    alternatives += [_unfit(task, m, pins, budget) for m, s in solved if s is None]
+    bound = min(s.bound for s in fitting)
+    return _plan(model, task, hints, best, tuple(sorted(alternatives, key=lambda a: a.step_time)), bound)
+
+
+def _alternative(best: Solved, other: Solved, budget: float) -> Alternative:
+    """Why a solved candidate lost."""
+    ratio = other.step_time / best.step_time
+    parts = [f"{kind} {_change(other.breakdown[kind], best.breakdown[kind])}" for kind in ("compute", "exposed communication")
+             if abs(other.breakdown[kind] - best.breakdown[kind]) > 0.005 * best.step_time]
+    reason = f"{ratio:.2f}x the time" + (f": {', '.join(parts)}" if parts else "")
+    if other.peak_memory > budget:
+        reason = f"needs {(other.peak_memory - budget) / 2**30:.2f} GiB more than fits"
+    return Alternative(dict(other.mesh.axes), other.zero, other.step_time, other.peak_memory, reason)
+
+
+def _change(other: float, best: float) -> str:
+    return f"{other / best:.2f}x" if best > 0 else f"+{other * 1e3:.3g} ms"
+
+
+def _unfit(task: _Task, mesh: Mesh, pins: Pins, budget: float) -> Alternative:
+    """A mesh on which nothing fits, with its fastest assignment if memory were no matter."""
+    solved = task.solve(mesh, pins, float("inf"))
+    assert solved is not None  # without a budget the replicated assignment is always there
+    least = task.least_memory(mesh, pins)
+    return Alternative(dict(mesh.axes), solved.zero, solved.step_time, solved.peak_memory,
+                       f"needs {(least - budget) / 2**30:.2f} GiB more than fits")
+
+
+def _does_not_fit(task: _Task, hints: Hints, pins: Pins, budget: float) -> InfeasibleError:
+    """Which budget, by how many bytes, and the nearest plan that would fit."""
+    def describe(mesh: Mesh, least: float) -> str:
+        return f"{', '.join(f'{a}={n}' for a, n in mesh.axes)} with {least / 2**30:.3f} GiB ({int(least)} bytes)"
+
+    least, mesh = min(((task.least_memory(m, pins), m) for m in meshes(task.cluster.size, hints)), key=lambda c: c[0])
+    free = min(((task.least_memory(m, Pins(zero=3)), m) for m in meshes(task.cluster.size, Hints())), key=lambda c: c[0])
+    source = "the hint memory_limit" if hints.memory_bytes and hints.memory_bytes <= budget else f"one {task.cluster.device.name}"
+    if free[0] <= budget:
+        change = f"drop hints: {describe(free[1], free[0])} and zero=3 fits"
+    else:
+        change = (f"raise the limit to {int(min(least, free[0]))} bytes, take more devices, or a smaller batch or sequence; "
+                  f"the plan nearest to fitting is {describe(*((mesh, least) if least <= free[0] else (free[1], free[0])))}")
+    return InfeasibleError("no plan fits into the memory of a device", expected=f"at most {int(budget)} bytes a device ({source})",
+                           found=f"{int(least - budget)} bytes ({(least - budget) / 2**30:.3f} GiB) too many: the smallest plan that "
+                                 f"the hints allow is {describe(mesh, least)}", change=change)
+
+
+def _plan(model: nn.Module, task: _Task, hints: Hints, best: Solved, alternatives: tuple[Alternative, ...], bound: float) -> Plan:
+    degrees = dict(best.mesh.axes)
+    batch = task.workload.global_batch or 1
+    parameters = {p.name: ParameterPlan(p.spec.shape, best.assignment.sources[p.placeholder]) for p in task.captured.parameters}
+    return Plan(
+        model=type(model).__name__, structure=structure_hash((name, p.shape) for name, p in parameters.items()),
+        degrees=degrees, zero=best.zero, micro_batch_size=max(1, batch // degrees["dp"]), num_micro_batches=1, schedule=None,
+        recompute="none", step_time=best.step_time, breakdown=best.breakdown, memory=best.memory,
+        gap=max(0.0, best.step_time / bound - 1.0) if bound > 0 else 0.0, gap_space=GAP_SPACE, parameters=parameters,
+        operators=operator_choices(task.operators, best.assignment),
+        layers=describe_layers(task.captured, task.operators, best.assignment), collectives=best.collectives,
+        replicated=describe_replicated(task.operators, best.assignment), alternatives=alternatives,
+        cluster=task.cluster.to_dict(), workload=task.workload.to_dict(), hints=hints.to_dict(), flops_share=best.flops_share)

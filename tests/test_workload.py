@@ -1,0 +1,47 @@
+"""Workloads: their defaults, their table form, and bad values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autopar.errors import WorkloadError
+from autopar.workload import Workload
+
+
+def test_the_default_leaves_the_sizes_to_the_model() -> None:
+    workload = Workload()
+    assert (workload.global_batch, workload.seq_len, workload.optimizer) == (None, None, "adamw")
+
+
+def test_a_workload_comes_back_equal_from_its_table() -> None:
+    workload = Workload(global_batch=64, seq_len=2048, optimizer="sgd_momentum")
+    assert workload.to_dict() == {"global_batch": 64, "seq_len": 2048, "optimizer": "sgd_momentum"}
+    assert Workload.from_dict(workload.to_dict()) == workload
+    assert Workload.from_dict({}) == Workload()
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
+@pytest.mark.parametrize("name", ["global_batch", "seq_len"])
+def test_a_size_that_is_no_positive_number(name: str, value: Any) -> None:
+    with pytest.raises(WorkloadError, match=name) as error:
+        Workload(**{name: value})
+    assert error.value.expected == "a whole number from 1, or None"
+    assert error.value.found == repr(value)
+    assert name in error.value.change
+
+
+@pytest.mark.parametrize(("optimizer", "advice"), [
+    ("adam", "did you mean"), ("zzz", "use one of"), (None, "did you mean none?"), ([], "use one of"),
+])
+def test_an_unknown_optimizer(optimizer: Any, advice: str) -> None:
+    with pytest.raises(WorkloadError, match="no optimizer") as error:
+        Workload(optimizer=optimizer)
+    assert "adamw" in error.value.expected and advice in error.value.change
+
+
+def test_an_unknown_key() -> None:
+    with pytest.raises(WorkloadError, match="no key 'global_batch_size'") as error:
+        Workload.from_dict({"global_batch_size": 8})
+    assert error.value.change == "did you mean global_batch?"
