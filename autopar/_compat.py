@@ -33,6 +33,7 @@ __all__ = [
     "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
     "compiling",
+    "flatten",
     "get_decompositions",
     "strided_shard",
 ]
@@ -54,3 +55,8 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
+
+
+def flatten(device_mesh: Any) -> None:
+    """Give a device mesh a process group over all its axes, which DTensor then uses for joint reductions."""
+    device_mesh._flatten()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from autopar._compat import strided_shard
+from autopar._compat import flatten, strided_shard
 from autopar.errors import PlanError
 from autopar.sharding.layout import Layout, Mesh
 
@@ -41,7 +41,10 @@ def make_device_mesh(mesh: Mesh) -> DeviceMesh:
         degrees = " x ".join(f"{axis}={n}" for axis, n in mesh.axes)
         raise PlanError(f"the plan is for {mesh.size} ranks and {world} are running", expected=f"{degrees} = {mesh.size} ranks",
                         found=f"a world of {world}", change=f"run torchrun with {mesh.size} processes in all, or plan again")
-    return init_device_mesh(device_type(), mesh.sizes, mesh_dim_names=mesh.names)
+    found = init_device_mesh(device_type(), mesh.sizes, mesh_dim_names=mesh.names)
+    if all(n > 1 for n in mesh.sizes):
+        flatten(found)  # lets DTensor reduce over both axes at once, as clip_grad_norm_ does
+    return found
 
 
 def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
