@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import HashStore
 from torch._decomp import get_decompositions
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -25,6 +26,7 @@ __all__ = [
     "BufferAOTInput",
     "FakeTensorMode",
     "GradAOTOutput",
+    "HashStore",
     "InputMutationAOTOutput",
     "ParamAOTInput",
     "PlainAOTInput",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from autopar.hints import Hints
 from autopar.plan import Plan
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import is_meta, materialize
-from autopar.runtime.process import ensure_process_group
+from autopar.runtime.process import agree, ensure_process_group
 from autopar.runtime.specialize import capture_batch
 from autopar.runtime.verify import VerifyReport, verify_plan
 from autopar.solver.search import search, structure_hash
@@ -31,8 +33,14 @@ ExampleInputs = Mapping[str, Any] | tuple[Any, ...] | Tensor
 DEFAULT_SEQUENCES = 1
 
 
-def plan(model: nn.Module, cluster: Cluster | str, *, workload: Workload | None = None, hints: Hints | None = None,
-         example_inputs: ExampleInputs | None = None) -> Plan:
+def plan(
+    model: nn.Module,
+    cluster: Cluster | str,
+    *,
+    workload: Workload | None = None,
+    hints: Hints | None = None,
+    example_inputs: ExampleInputs | None = None,
+) -> Plan:
     """Decide how to split ``model`` over ``cluster``; needs neither devices nor weights.
 
     ``cluster`` is a `Cluster` or text such as ``"h100-sxm:16x8"``. transformers language models need no
@@ -46,20 +54,30 @@ def plan(model: nn.Module, cluster: Cluster | str, *, workload: Workload | None 
     return search(model, captured, cluster, workload, hints or Hints())
 
 
-def parallelize(model: nn.Module, *, plan: Plan | None = None, cluster: Cluster | str | None = None,
-                workload: Workload | None = None, hints: Hints | None = None,
-                example_inputs: ExampleInputs | None = None) -> ParallelModule:
+def parallelize(
+    model: nn.Module,
+    *,
+    plan: Plan | None = None,
+    cluster: Cluster | str | None = None,
+    workload: Workload | None = None,
+    hints: Hints | None = None,
+    example_inputs: ExampleInputs | None = None,
+) -> ParallelModule:
     """Split ``model`` over all ranks of this run and return the module to train with.
 
-    Under torchrun the process group is made if there is none, and ``cluster`` is detected. Without ``plan`` rank 0 plans
-    and all ranks take its plan. The model itself is not changed; a model on the meta device is initialised as it
+    Under torchrun the process group is made if there is none, and ``cluster`` is detected. Without ``plan`` rank 0
+    plans and all ranks take its plan. The model itself is not changed; a model on the meta device is initialised as it
     initialises itself. Raises PlanError if the plan is for another model or number of ranks, OptimizerError if an
     optimizer already holds the model's parameters, and what `plan` raises.
     """
     ensure_process_group()
     if any(isinstance(p, DTensor) for p in model.parameters()):
-        raise PlanError(f"{type(model).__name__} is parallel already", expected="a model with ordinary parameters",
-                        found="DTensor parameters", change="pass the original model")
+        raise PlanError(
+            f"{type(model).__name__} is parallel already",
+            expected="a model with ordinary parameters",
+            found="DTensor parameters",
+            change="pass the original model",
+        )
     _refuse_optimizers(model)
     if plan is None:
         plan = _plan_together(model, cluster, workload, hints, example_inputs)
@@ -67,8 +85,15 @@ def parallelize(model: nn.Module, *, plan: Plan | None = None, cluster: Cluster 
     return ParallelModule(materialize(model) if is_meta(model) else model, plan)
 
 
-def verify(model: nn.Module, plan_or_cluster: Plan | Cluster | str, *, workload: Workload | None = None,
-           hints: Hints | None = None, example_inputs: ExampleInputs | None = None, steps: int = 1) -> VerifyReport:
+def verify(
+    model: nn.Module,
+    plan_or_cluster: Plan | Cluster | str,
+    *,
+    workload: Workload | None = None,
+    hints: Hints | None = None,
+    example_inputs: ExampleInputs | None = None,
+    steps: int = 1,
+) -> VerifyReport:
     """Simulate every rank in this process and compare loss, gradients and trained parameters with the eager model.
 
     With a plan, its decisions are carried to ``model`` by parameter and block, every degree shrunk to at most 2; with a
@@ -87,29 +112,47 @@ def verify(model: nn.Module, plan_or_cluster: Plan | Cluster | str, *, workload:
     return verify_plan(model, small, args, kwargs, steps=steps)
 
 
-def _batch(model: nn.Module, workload: Workload, example_inputs: ExampleInputs | None, world_size: int) -> tuple[Workload, tuple[Any, ...], dict[str, Any]]:
+def _batch(
+    model: nn.Module, workload: Workload, example_inputs: ExampleInputs | None, world_size: int
+) -> tuple[Workload, tuple[Any, ...], dict[str, Any]]:
     """One global batch, and the workload with its sizes filled in."""
     if example_inputs is None:
         if not is_transformers_model(model):
-            raise WorkloadError(f"{type(model).__name__} needs example inputs", expected="example_inputs=: one batch",
-                                found="none, and the model is not a transformers model whose inputs are known",
-                                change="pass example_inputs=(tensor, ...) or dict(name=tensor, ...); meta tensors are enough")
+            raise WorkloadError(
+                f"{type(model).__name__} needs example inputs",
+                expected="example_inputs=: one batch",
+                found="none, and the model is not a transformers model whose inputs are known",
+                change="pass example_inputs=(tensor, ...) or dict(name=tensor, ...); meta tensors are enough",
+            )
         batch = workload.global_batch or DEFAULT_SEQUENCES * world_size
         seq_len = workload.seq_len or default_seq_len(model)
-        workload = Workload(global_batch=batch, seq_len=seq_len, optimizer=workload.optimizer)
+        workload = replace(workload, global_batch=batch, seq_len=seq_len)
         return workload, (), dict(example_batch(model, batch, seq_len))
     args, kwargs = _arguments(example_inputs)
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim() > 0]
     if not tensors:
-        raise InputError("the example inputs hold no tensor", expected="at least one tensor with a batch dim",
-                         found=repr(example_inputs)[:100], change="pass one batch as the model's forward takes it")
-    batch = int(tensors[0].shape[0])
-    seq_len = int(tensors[0].shape[1]) if tensors[0].dim() > 1 else None
-    for name, asked, found in (("global_batch", workload.global_batch, batch), ("seq_len", workload.seq_len, seq_len)):
-        if asked is not None and found is not None and asked != found and (name == "global_batch" or is_transformers_model(model)):
-            raise WorkloadError(f"workload and example inputs disagree on {name}", expected=f"{name}={asked}, as the workload says",
-                                found=f"example inputs of shape {tuple(tensors[0].shape)}", change=f"leave {name} out of the workload")
-    return Workload(global_batch=batch, seq_len=workload.seq_len or seq_len, optimizer=workload.optimizer), args, kwargs
+        raise InputError(
+            "the example inputs hold no tensor",
+            expected="at least one tensor with a batch dim",
+            found=repr(example_inputs)[:100],
+            change="pass one batch as the model's forward takes it",
+        )
+    shape = tensors[0].shape
+    asked = {"global_batch": workload.global_batch, "seq_len": workload.seq_len}
+    given = {"global_batch": int(shape[0]), "seq_len": int(shape[1]) if is_transformers_model(model) else None}
+    for name in asked:
+        if None not in (asked[name], given[name]) and asked[name] != given[name]:
+            raise WorkloadError(
+                f"workload and example inputs disagree on {name}",
+                expected=f"{name}={asked[name]}, as the workload says",
+                found=f"example inputs of shape {tuple(tensors[0].shape)}",
+                change=f"leave {name} out of the workload",
+            )
+    return (
+        Workload(global_batch=given["global_batch"], seq_len=given["seq_len"], optimizer=workload.optimizer),
+        args,
+        kwargs,
+    )
 
 
 def _arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -119,24 +162,34 @@ def _arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str
         return example_inputs, {}
     if isinstance(example_inputs, Tensor):
         return (example_inputs,), {}
-    raise InputError("example inputs of an unknown kind", expected="a dict, a tuple or a tensor",
-                     found=type(example_inputs).__name__, change="pass dict(name=tensor, ...) or a tuple of tensors")
+    raise InputError(
+        "example inputs of an unknown kind",
+        expected="a dict, a tuple or a tensor",
+        found=type(example_inputs).__name__,
+        change="pass dict(name=tensor, ...) or a tuple of tensors",
+    )
 
 
-def _plan_together(model: nn.Module, cluster: Cluster | str | None, workload: Workload | None, hints: Hints | None,
-                   example_inputs: ExampleInputs | None) -> Plan:
+def _plan_together(
+    model: nn.Module,
+    cluster: Cluster | str | None,
+    workload: Workload | None,
+    hints: Hints | None,
+    example_inputs: ExampleInputs | None,
+) -> Plan:
     """Rank 0 plans, everybody takes its plan; if it fails, everybody raises its error."""
-    box: list[Any] = [None]
+    found: Plan | Exception | None = None
     if dist.get_rank() == 0:
         try:
-            box[0] = plan(model, cluster if cluster is not None else Cluster.detect(), workload=workload, hints=hints,
-                          example_inputs=example_inputs)
+            where = cluster if cluster is not None else Cluster.detect()
+            found = plan(model, where, workload=workload, hints=hints, example_inputs=example_inputs)
         except Exception as error:
-            box[0] = error
-    dist.broadcast_object_list(box, 0)
-    if isinstance(box[0], Exception):
-        raise box[0]
-    return box[0]  # type: ignore[no-any-return]
+            found = error
+    found = agree(found)
+    if isinstance(found, Exception):
+        raise found
+    assert found is not None
+    return found
 
 
 def _check_plan(plan: Plan, model: nn.Module) -> None:
@@ -148,8 +201,12 @@ def _check_plan(plan: Plan, model: nn.Module) -> None:
     extra, missing = sorted(set(own) - set(theirs)), sorted(set(theirs) - set(own))
     other = [f"{n}: {own[n]} here, {theirs[n]} in the plan" for n in own if n in theirs and own[n] != theirs[n]]
     found = (other or [f"{n} only in the model" for n in extra] or [f"{n} only in the plan" for n in missing])[:3]
-    raise PlanError(f"the plan was made for another model ({plan.model})", expected="the parameters that the plan knows",
-                    found="; ".join(found), change="plan this model, or pass the model that the plan was made for")
+    raise PlanError(
+        f"the plan was made for another model ({plan.model})",
+        expected="the parameters that the plan knows",
+        found="; ".join(found),
+        change="plan this model, or pass the model that the plan was made for",
+    )
 
 
 def _refuse_optimizers(model: nn.Module) -> None:
@@ -157,21 +214,20 @@ def _refuse_optimizers(model: nn.Module) -> None:
     own = {id(p) for p in model.parameters()}
     for candidate in gc.get_objects():
         if issubclass(type(candidate), torch.optim.Optimizer) and any(
-                id(p) in own for group in candidate.param_groups for p in group["params"]):
-            raise OptimizerError(f"a {type(candidate).__name__} holds the parameters of the model before it is split",
-                                 expected="the optimizer made after parallelize", found="an optimizer made before it",
-                                 change="model = autopar.parallelize(model), then optimizer = ...(model.parameters())")
+            id(p) in own for group in candidate.param_groups for p in group["params"]
+        ):
+            raise OptimizerError(
+                f"a {type(candidate).__name__} holds the parameters of the model before it is split",
+                expected="the optimizer made after parallelize",
+                found="an optimizer made before it",
+                change="model = autopar.parallelize(model), then optimizer = ...(model.parameters())",
+            )
 
 
 def shrink(plan: Plan) -> Plan:
     """A plan for at most 2 ranks an axis that takes the same decisions, for `verify` on one machine."""
-    from dataclasses import replace
-
     degrees = {axis: min(2, n) for axis, n in plan.degrees.items()}
     if degrees == plan.degrees:
         return plan
-    cluster = Cluster.from_dict(plan.cluster)
-    size = 1
-    for n in degrees.values():
-        size *= n
-    return replace(plan, degrees=degrees, cluster=Cluster(cluster.device, 1, size).to_dict())
+    device = Cluster.from_dict(plan.cluster).device
+    return replace(plan, degrees=degrees, cluster=Cluster(device, 1, math.prod(degrees.values())).to_dict())

@@ -60,8 +60,12 @@ class Cluster:
     def __post_init__(self) -> None:
         for what, count in (("hosts", self.hosts), ("devices_per_host", self.devices_per_host)):
             if count < 1:
-                raise ClusterError(f"A cluster cannot have {count} {what}.", expected="a whole number from 1",
-                                   found=str(count), change=f"give at least one as {what}")
+                raise ClusterError(
+                    f"A cluster cannot have {count} {what}.",
+                    expected="a whole number from 1",
+                    found=str(count),
+                    change=f"give at least one as {what}",
+                )
 
     @property
     def size(self) -> int:
@@ -78,9 +82,10 @@ class Cluster:
         match = _FORMAT.fullmatch(text.strip())
         if match is None:
             raise ClusterError(
-                f"Cannot read {text!r} as a cluster.", expected="PRESET:HOSTSxDEVICES or PRESET:DEVICES",
-                found=repr(text), change='write for instance "h100-sxm:16x8" (16 hosts of 8 devices); Cluster.load '
-                                         "reads a file",
+                f"Cannot read {text!r} as a cluster.",
+                expected="PRESET:HOSTSxDEVICES or PRESET:DEVICES",
+                found=repr(text),
+                change='write for instance "h100-sxm:16x8" (16 hosts of 8 devices); Cluster.load reads a file',
             )
         return cls(load_device(match["preset"]), int(match["hosts"] or 1), int(match["devices"]))
 
@@ -94,11 +99,19 @@ class Cluster:
         try:
             table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise ClusterError(f"Cannot read the cluster file {path}.", expected="a TOML file", found=str(error),
-                               change="check the path") from error
+            raise ClusterError(
+                f"Cannot read the cluster file {path}.",
+                expected="a TOML file",
+                found=str(error),
+                change="check the path",
+            ) from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ClusterError(f"{path} is not valid TOML.", expected="a TOML file", found=str(error),
-                               change="correct the line named above") from error
+            raise ClusterError(
+                f"{path} is not valid TOML.",
+                expected="a TOML file",
+                found=str(error),
+                change="correct the line named above",
+            ) from error
         return cls.from_dict(table, where=str(path))
 
     @classmethod
@@ -107,11 +120,19 @@ class Cluster:
         check_keys(table, _FILE_KEYS, where)
         for key in ("hosts", "devices_per_host"):
             if key not in table:
-                raise ClusterError(f"{where}: {key} is missing.", expected=_FILE_KEYS[key],
-                                   found=", ".join(table) or "an empty table", change=f"add for instance {key} = 8")
+                raise ClusterError(
+                    f"{where}: {key} is missing.",
+                    expected=_FILE_KEYS[key],
+                    found=", ".join(table) or "an empty table",
+                    change=f"add for instance {key} = 8",
+                )
         if "preset" not in table and "device" not in table:
-            raise ClusterError(f"{where}: neither preset nor device is given.", expected="one of them or both",
-                               found=", ".join(table), change='add for instance preset = "h100-sxm"')
+            raise ClusterError(
+                f"{where}: neither preset nor device is given.",
+                expected="one of them or both",
+                found=", ".join(table),
+                change='add for instance preset = "h100-sxm"',
+            )
         base = preset_spec(table["preset"]) if "preset" in table else {}
         spec = _merged(base, table.get("device", {}))
         return cls(device_from_spec(spec, f"{where}: device"), table["hosts"], table["devices_per_host"])
@@ -143,7 +164,8 @@ class Cluster:
         if stride < 1 or size < 1 or self.size % (stride * size):
             raise ClusterError(
                 f"Groups of {size} ranks {stride} apart do not tile {self}.",
-                expected=f"stride x size that divides {self.size}", found=f"{stride} x {size}",
+                expected=f"stride x size that divides {self.size}",
+                found=f"{stride} x {size}",
                 change="choose degrees whose product is the number of devices",
             )
         domain = self._domain()
@@ -197,12 +219,20 @@ def _detect_shape() -> tuple[int, int]:
 
 def _preset_of(cuda_name: str) -> str:
     """The preset whose ``cuda_names`` occur in CUDA's name of the device; the longest match wins."""
-    matches = [(len(name), preset) for preset in device_names() for name in load_device(preset).cuda_names
-               if name.lower() in cuda_name.lower()]
+    matches = [
+        (len(name), preset)
+        for preset in device_names()
+        for name in load_device(preset).cuda_names
+        if name.lower() in cuda_name.lower()
+    ]
     if not matches:
-        raise ClusterError(f"There is no preset for the device {cuda_name!r}.", expected="a device with a preset",
-                           found=cuda_name, change="pass cluster=Cluster.load(file) with a file that describes it, or "
-                                                   f"a preset: {', '.join(device_names())}")
+        raise ClusterError(
+            f"There is no preset for the device {cuda_name!r}.",
+            expected="a device with a preset",
+            found=cuda_name,
+            change="pass cluster=Cluster.load(file) with a file that describes it, or "
+            f"a preset: {', '.join(device_names())}",
+        )
     return max(matches)[1]
 
 

@@ -13,8 +13,11 @@ class AutoparError(Exception):
     def __init__(self, what: str, *, expected: str = "", found: str = "", change: str = "") -> None:
         self.what, self.expected, self.found, self.change = what, expected, found, change
         lines = [what]
-        lines += [f"  {label}: {text}" for label, text in
-                  (("expected", expected), ("found", found), ("change", change)) if text]
+        lines += [
+            f"  {label}: {text}"
+            for label, text in (("expected", expected), ("found", found), ("change", change))
+            if text
+        ]
         super().__init__("\n".join(lines))
 
 

@@ -19,8 +19,11 @@ from autopar.errors import HintError
 AXES = ("dp", "tp")
 ZERO_STAGES = (0, 3)
 
-_BYTE_UNITS = {"b": 1} | {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)} | {
-    f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgt", 1)}
+_BYTE_UNITS = (
+    {"b": 1}
+    | {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)}
+    | {f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgt", 1)}
+)
 
 
 def nearest_names(name: str, known: Iterable[str]) -> str:
@@ -41,9 +44,12 @@ def parse_bytes(size: int | str) -> int:
     elif isinstance(size, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)):
         value = float(match[1]) * _BYTE_UNITS.get(match[2].lower() or "b", 0)
     if value < 1:
-        raise HintError(f"Cannot read {size!r} as a number of bytes.",
-                        expected='a positive int in bytes, or text with a unit (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB)',
-                        found=repr(size), change='write for instance "70GiB"')
+        raise HintError(
+            f"Cannot read {size!r} as a number of bytes.",
+            expected="a positive int in bytes, or text with a unit (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB)",
+            found=repr(size),
+            change='write for instance "70GiB"',
+        )
     return int(value)
 
 
@@ -66,11 +72,19 @@ class Hints:
     def __post_init__(self) -> None:
         for axis in AXES:
             if (degree := getattr(self, axis)) is not None and not _is_int(degree, 1):
-                raise HintError(f"{axis}={degree!r} is no degree.", expected="a whole number from 1, or None",
-                                found=repr(degree), change=f"give {axis} as a positive int, or leave it out")
+                raise HintError(
+                    f"{axis}={degree!r} is no degree.",
+                    expected="a whole number from 1, or None",
+                    found=repr(degree),
+                    change=f"give {axis} as a positive int, or leave it out",
+                )
         if self.zero is not None and (not _is_int(self.zero, 0) or self.zero not in ZERO_STAGES):
-            raise HintError(f"zero={self.zero!r} is not available.", expected="0 (nothing is sharded) or 3",
-                            found=repr(self.zero), change="give zero=0 or zero=3, or leave it out")
+            raise HintError(
+                f"zero={self.zero!r} is not available.",
+                expected="0 (nothing is sharded) or 3",
+                found=repr(self.zero),
+                change="give zero=0 or zero=3, or leave it out",
+            )
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
         if self.shard is not None:
@@ -95,8 +109,9 @@ class Hints:
         known = [field.name for field in fields(cls)]
         for key in table:
             if key not in known:
-                raise HintError(f"There is no hint {key!r}.", expected=", ".join(known), found=key,
-                                change=nearest_names(key, known))
+                raise HintError(
+                    f"There is no hint {key!r}.", expected=", ".join(known), found=key, change=nearest_names(key, known)
+                )
         return cls(**table)
 
 
@@ -110,10 +125,12 @@ def matching(hints: Hints, *names: str) -> dict[str, int]:
             continue
         for axis, dim in dims.items():
             if found.setdefault(axis, dim) != dim:
-                raise HintError(f"Two hints disagree on how {axis} splits {names[0]}.",
-                                expected="one dim an axis and parameter",
-                                found=f"dim {found[axis]} in shard[{origin[axis]!r}], dim {dim} in shard[{pattern!r}]",
-                                change="remove one of the two, or make its pattern narrower")
+                raise HintError(
+                    f"Two hints disagree on how {axis} splits {names[0]}.",
+                    expected="one dim an axis and parameter",
+                    found=f"dim {found[axis]} in shard[{origin[axis]!r}], dim {dim} in shard[{pattern!r}]",
+                    change="remove one of the two, or make its pattern narrower",
+                )
             origin.setdefault(axis, pattern)
     return found
 
@@ -128,15 +145,21 @@ def check_hints(hints: Hints, world_size: int, parameter_shapes: Mapping[str, tu
     degrees = _degrees(hints, world_size)
     for pattern in hints.shard or {}:
         if not any(_matches(pattern, name) for name in parameter_shapes):
-            raise HintError(f"The hint shard[{pattern!r}] matches no parameter.",
-                            expected="a parameter's name, * standing for any part of it", found=pattern,
-                            change=nearest_names(pattern, _candidates(pattern, parameter_shapes)))
+            raise HintError(
+                f"The hint shard[{pattern!r}] matches no parameter.",
+                expected="a parameter's name, * standing for any part of it",
+                found=pattern,
+                change=nearest_names(pattern, _candidates(pattern, parameter_shapes)),
+            )
     for axis, degree in degrees.items():
         for pattern, dims in (hints.shard or {}).items():
             if axis in dims and degree == 1:
-                raise HintError(f"The hint shard[{pattern!r}] splits a dim over {axis}, which has degree 1 here.",
-                                expected=f"{axis} of at least 2", found=f"{_given(hints)} on {world_size} ranks",
-                                change=f"leave {axis} out of shard, or choose degrees with {axis} > 1")
+                raise HintError(
+                    f"The hint shard[{pattern!r}] splits a dim over {axis}, which has degree 1 here.",
+                    expected=f"{axis} of at least 2",
+                    found=f"{_given(hints)} on {world_size} ranks",
+                    change=f"leave {axis} out of shard, or choose degrees with {axis} > 1",
+                )
     for name, shape in parameter_shapes.items():
         _check_dims(name, shape, matching(hints, name), degrees)
 
@@ -155,19 +178,35 @@ def _checked_shard(shard: object) -> dict[str, dict[str, int]]:
     """A copy of ``shard`` that nobody else can change, or HintError if it is malformed."""
     example = 'write for instance shard={"model.layers.*.mlp.down_proj.weight": {"tp": 1}}'
     if not isinstance(shard, Mapping):
-        raise HintError("The hint shard is malformed.", expected="a mapping from parameter patterns to {axis: dim}",
-                        found=repr(shard), change=example)
+        raise HintError(
+            "The hint shard is malformed.",
+            expected="a mapping from parameter patterns to {axis: dim}",
+            found=repr(shard),
+            change=example,
+        )
     for pattern, dims in shard.items():
         if not isinstance(pattern, str) or not isinstance(dims, Mapping):
-            raise HintError(f"The hint shard[{pattern!r}] is malformed.", expected="a pattern (text) and {axis: dim}",
-                            found=f"{pattern!r}: {dims!r}", change=example)
+            raise HintError(
+                f"The hint shard[{pattern!r}] is malformed.",
+                expected="a pattern (text) and {axis: dim}",
+                found=f"{pattern!r}: {dims!r}",
+                change=example,
+            )
         for axis, dim in dims.items():
             if axis not in AXES:
-                raise HintError(f"The hint shard[{pattern!r}] names an unknown axis {axis!r}.",
-                                expected=f"one of {', '.join(AXES)}", found=repr(axis), change=example)
+                raise HintError(
+                    f"The hint shard[{pattern!r}] names an unknown axis {axis!r}.",
+                    expected=f"one of {', '.join(AXES)}",
+                    found=repr(axis),
+                    change=example,
+                )
             if not _is_int(dim, 0):
-                raise HintError(f"The hint shard[{pattern!r}] splits no dim over {axis}.",
-                                expected="the number of a dim, counted from 0", found=repr(dim), change=example)
+                raise HintError(
+                    f"The hint shard[{pattern!r}] splits no dim over {axis}.",
+                    expected="the number of a dim, counted from 0",
+                    found=repr(dim),
+                    change=example,
+                )
     return {pattern: dict(dims) for pattern, dims in shard.items()}
 
 
@@ -176,15 +215,19 @@ def _check_contradictions(hints: Hints) -> None:
     for pattern, dims in (hints.shard or {}).items():
         for axis in dims:
             if getattr(hints, axis) == 1:
-                raise HintError(f"The hints {axis}=1 and shard[{pattern!r}] contradict each other.",
-                                expected=f"{axis} of at least 2 where a parameter is split over it",
-                                found=f"{axis}=1 and shard={{{pattern!r}: {dict(dims)}}}",
-                                change=f"remove {axis}=1, or leave {axis} out of shard")
+                raise HintError(
+                    f"The hints {axis}=1 and shard[{pattern!r}] contradict each other.",
+                    expected=f"{axis} of at least 2 where a parameter is split over it",
+                    found=f"{axis}=1 and shard={{{pattern!r}: {dict(dims)}}}",
+                    change=f"remove {axis}=1, or leave {axis} out of shard",
+                )
         if "dp" in dims and hints.zero == 0:
-            raise HintError(f"The hints zero=0 and shard[{pattern!r}] contradict each other.",
-                            expected="zero=3 where a parameter rests split over dp",
-                            found=f"zero=0 and shard={{{pattern!r}: {dict(dims)}}}",
-                            change="give zero=3, or leave dp out of shard")
+            raise HintError(
+                f"The hints zero=0 and shard[{pattern!r}] contradict each other.",
+                expected="zero=3 where a parameter rests split over dp",
+                found=f"zero=0 and shard={{{pattern!r}: {dict(dims)}}}",
+                change="give zero=3, or leave dp out of shard",
+            )
 
 
 def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
@@ -192,14 +235,20 @@ def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
     given = {axis: degree for axis in AXES if (degree := getattr(hints, axis)) is not None}
     product = math.prod(given.values())
     if len(given) == len(AXES) and product != world_size:
-        raise HintError(f"The hints {_given(hints)} do not match a cluster of {world_size} ranks.",
-                        expected=f"dp x tp = {world_size}", found=f"dp x tp = {product}",
-                        change="correct one of the two or leave it out, or change the number of ranks")
+        raise HintError(
+            f"The hints {_given(hints)} do not match a cluster of {world_size} ranks.",
+            expected=f"dp x tp = {world_size}",
+            found=f"dp x tp = {product}",
+            change="correct one of the two or leave it out, or change the number of ranks",
+        )
     if world_size % product:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        raise HintError(f"The hint {_given(hints)} does not divide a cluster of {world_size} ranks.",
-                        expected=f"one of {', '.join(map(str, divisors))}", found=_given(hints),
-                        change="choose a degree that divides the number of ranks")
+        raise HintError(
+            f"The hint {_given(hints)} does not divide a cluster of {world_size} ranks.",
+            expected=f"one of {', '.join(map(str, divisors))}",
+            found=_given(hints),
+            change="choose a degree that divides the number of ranks",
+        )
     rest = [axis for axis in AXES if axis not in given]
     if len(rest) == 1 or world_size == product:
         given |= {axis: world_size // product for axis in rest}
@@ -219,13 +268,19 @@ def _check_dims(name: str, shape: tuple[int, ...], dims: Mapping[str, int], degr
     """HintError unless every hinted dim of one parameter exists and divides."""
     for axis, dim in dims.items():
         if dim >= len(shape):
-            raise HintError(f"A hint splits dim {dim} of {name} over {axis}, which has no such dim.",
-                            expected=f"a dim from 0 to {len(shape) - 1}" if shape else "no hint: it is a scalar",
-                            found=f"dim {dim}; the shape is {tuple(shape)}", change="name another dim in shard")
+            raise HintError(
+                f"A hint splits dim {dim} of {name} over {axis}, which has no such dim.",
+                expected=f"a dim from 0 to {len(shape) - 1}" if shape else "no hint: it is a scalar",
+                found=f"dim {dim}; the shape is {tuple(shape)}",
+                change="name another dim in shard",
+            )
         over = [other for other in dims if dims[other] == dim and other in degrees]
         pieces = math.prod(degrees[other] for other in over)
         if shape[dim] % pieces:
-            raise HintError(f"A hint splits dim {dim} of {name} in {pieces} pieces ({' x '.join(over)}), "
-                            "which it does not divide into.",
-                            expected=f"a size that {pieces} divides", found=f"{shape[dim]} in the shape {tuple(shape)}",
-                            change="name another dim in shard, or another degree")
+            raise HintError(
+                f"A hint splits dim {dim} of {name} in {pieces} pieces ({' x '.join(over)}), "
+                "which it does not divide into.",
+                expected=f"a size that {pieces} divides",
+                found=f"{shape[dim]} in the shape {tuple(shape)}",
+                change="name another dim in shard, or another degree",
+            )

@@ -137,15 +137,20 @@ class Plan:
     def layout(self, name: str) -> Layout:
         """The storage layout of a parameter. PlanError, with the nearest names, if the plan has none of that name."""
         if name not in self.parameters:
-            raise PlanError(f"The plan has no parameter {name!r}.", found=name,
-                            expected=f"one of the {len(self.parameters)} parameters of {self.model}",
-                            change=nearest_names(name, self.parameters))
+            raise PlanError(
+                f"The plan has no parameter {name!r}.",
+                found=name,
+                expected=f"one of the {len(self.parameters)} parameters of {self.model}",
+                change=nearest_names(name, self.parameters),
+            )
         return self.parameters[name].storage
 
     def __str__(self) -> str:
         degrees = ", ".join(f"{axis}={degree}" for axis, degree in self.degrees.items())
-        return (f"Plan of {self.model} on {self.world_size} ranks: {degrees}, zero={self.zero}, "
-                f"{self.step_time * 1e3:.3g} ms a step, {self.peak_memory / 2**30:.3g} GiB a device")
+        return (
+            f"Plan of {self.model} on {self.world_size} ranks: {degrees}, zero={self.zero}, "
+            f"{self.step_time * 1e3:.3g} ms a step, {self.peak_memory / 2**30:.3g} GiB a device"
+        )
 
     def report(self, format: str = "text") -> str:
         """The plan for people (``text``) or for programs (``json``, as `save` writes). PlanError for other formats."""
@@ -153,8 +158,12 @@ class Plan:
             return text_report(self)
         if format == "json":
             return json.dumps(self.to_dict(), indent=1, allow_nan=False)
-        raise PlanError(f"There is no report format {format!r}.", expected="text or json", found=repr(format),
-                        change=nearest_names(str(format), ("text", "json")))
+        raise PlanError(
+            f"There is no report format {format!r}.",
+            expected="text or json",
+            found=repr(format),
+            change=nearest_names(str(format), ("text", "json")),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold; `from_dict` gives an equal plan."""
@@ -167,8 +176,12 @@ class Plan:
         if not isinstance(data, Mapping):
             raise _bad("plan", "an object", data)
         if "version" in data and data["version"] != PLAN_VERSION:
-            raise PlanError(f"The plan has version {data['version']!r}.", expected=f"version {PLAN_VERSION}",
-                            found=repr(data["version"]), change="make the plan again with this version of autopar")
+            raise PlanError(
+                f"The plan has version {data['version']!r}.",
+                expected=f"version {PLAN_VERSION}",
+                found=repr(data["version"]),
+                change="make the plan again with this version of autopar",
+            )
         plan: Self = _decode(cls, data, "plan")
         _check(plan)
         return plan
@@ -183,8 +196,12 @@ class Plan:
             temporary.replace(target)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            raise PlanError(f"Cannot write the plan to {target}.", expected="a path in a folder that can be written",
-                            found=str(error), change="create the folder, or give another path") from error
+            raise PlanError(
+                f"Cannot write the plan to {target}.",
+                expected="a path in a folder that can be written",
+                found=str(error),
+                change="create the folder, or give another path",
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -192,11 +209,19 @@ class Plan:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise PlanError(f"Cannot read the plan {path}.", expected="a file that Plan.save wrote", found=str(error),
-                            change="check the path") from error
+            raise PlanError(
+                f"Cannot read the plan {path}.",
+                expected="a file that Plan.save wrote",
+                found=str(error),
+                change="check the path",
+            ) from error
         except ValueError as error:  # not UTF-8, or not JSON
-            raise PlanError(f"{path} is not valid JSON.", expected="a file that Plan.save wrote", found=str(error),
-                            change="save the plan again") from error
+            raise PlanError(
+                f"{path} is not valid JSON.",
+                expected="a file that Plan.save wrote",
+                found=str(error),
+                change="save the plan again",
+            ) from error
         return cls.from_dict(data)
 
 
@@ -242,18 +267,30 @@ def _decode_record(kind: Any, value: Any, where: str) -> Any:
         raise _bad(where, "an object", value)
     hints = get_type_hints(kind)
     if missing := [name for name in hints if name not in value]:
-        raise PlanError(f"{where}: {missing[0]} is missing.", expected=f"the keys {', '.join(hints)}",
-                        found=", ".join(value) or "an empty object", change="save the plan again")
+        raise PlanError(
+            f"{where}: {missing[0]} is missing.",
+            expected=f"the keys {', '.join(hints)}",
+            found=", ".join(value) or "an empty object",
+            change="save the plan again",
+        )
     for key in value:
         if key not in hints:
-            raise PlanError(f"{where}: there is no key {key!r}.", expected=f"the keys {', '.join(hints)}", found=key,
-                            change=nearest_names(key, hints))
+            raise PlanError(
+                f"{where}: there is no key {key!r}.",
+                expected=f"the keys {', '.join(hints)}",
+                found=key,
+                change=nearest_names(key, hints),
+            )
     return kind(**{name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
 
 
 def _bad(where: str, expected: str, value: object) -> PlanError:
-    return PlanError(f"{where} is malformed.", expected=expected, found=repr(value)[:200],
-                     change="correct the entry, or save the plan again")
+    return PlanError(
+        f"{where} is malformed.",
+        expected=expected,
+        found=repr(value)[:200],
+        change="correct the entry, or save the plan again",
+    )
 
 
 def _check(plan: Plan) -> None:
@@ -270,10 +307,14 @@ def _check(plan: Plan) -> None:
         known = set(axes) <= set(mesh.names) and len(set(axes)) == len(axes) and not layout.partial
         if len(layout.dims) != len(shape) or not known or not layout.divides(mesh, shape):
             raise _bad(f"plan.parameters.{name}.storage", f"a split of {shape} over {plan.degrees}", str(layout))
-    for read, table in ((Cluster.from_dict, plan.cluster), (Workload.from_dict, plan.workload),
-                        (Hints.from_dict, plan.hints)):
+    for read, table in (
+        (Cluster.from_dict, plan.cluster),
+        (Workload.from_dict, plan.workload),
+        (Hints.from_dict, plan.hints),
+    ):
         try:
             read(table)
         except AutoparError as error:
-            raise PlanError(f"The plan is malformed. {error.what}", expected=error.expected, found=error.found,
-                            change=error.change) from error
+            raise PlanError(
+                f"The plan is malformed. {error.what}", expected=error.expected, found=error.found, change=error.change
+            ) from error

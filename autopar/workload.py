@@ -25,13 +25,19 @@ class Workload:
         for name in ("global_batch", "seq_len"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise WorkloadError(f"A workload cannot have {name}={value!r}.", found=repr(value),
-                                    expected="a whole number from 1, or None",
-                                    change=f"give {name} as a positive int, or leave it out")
+                raise WorkloadError(
+                    f"A workload cannot have {name}={value!r}.",
+                    found=repr(value),
+                    expected="a whole number from 1, or None",
+                    change=f"give {name} as a positive int, or leave it out",
+                )
         if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZER_ELEMENTS:
-            raise WorkloadError(f"There is no optimizer {self.optimizer!r} in the memory model.",
-                                expected=f"one of {', '.join(OPTIMIZER_ELEMENTS)}", found=repr(self.optimizer),
-                                change=nearest(str(self.optimizer), OPTIMIZER_ELEMENTS))
+            raise WorkloadError(
+                f"There is no optimizer {self.optimizer!r} in the memory model.",
+                expected=f"one of {', '.join(OPTIMIZER_ELEMENTS)}",
+                found=repr(self.optimizer),
+                change=nearest(str(self.optimizer), OPTIMIZER_ELEMENTS),
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """A table of plain values that `from_dict` turns into an equal workload."""
@@ -43,6 +49,7 @@ class Workload:
         known = [field.name for field in fields(cls)]
         for key in table:
             if key not in known:
-                raise WorkloadError(f"A workload has no key {key!r}.", expected=", ".join(known), found=key,
-                                    change=nearest(key, known))
+                raise WorkloadError(
+                    f"A workload has no key {key!r}.", expected=", ".join(known), found=key, change=nearest(key, known)
+                )
         return cls(**table)

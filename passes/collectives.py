@@ -57,9 +57,9 @@ def bind_groups(module: fx.GraphModule, names: dict[str, str]) -> None:
 
 def _cut_to_front(emit: Emit, x: Any, shape: Sequence[int], dim: int, n: int) -> tuple[Any, list[int]]:
     """Cut ``dim`` in n pieces and stack them along dim 0; returns the stack as [n * d0, ...] and one piece's shape."""
-    piece = [*shape[:dim], shape[dim] // n, *shape[dim + 1:]]
+    piece = [*shape[:dim], shape[dim] // n, *shape[dim + 1 :]]
     if dim > 0:
-        x = emit(aten.reshape.default, x, [*shape[:dim], n, shape[dim] // n, *shape[dim + 1:]])
+        x = emit(aten.reshape.default, x, [*shape[:dim], n, shape[dim] // n, *shape[dim + 1 :]])
         order = [dim, *range(dim), *range(dim + 1, len(shape) + 1)]
         x = emit(aten.permute.default, x, order)
         x = emit(aten.reshape.default, x, [n * piece[0], *piece[1:]])
@@ -73,18 +73,21 @@ def _front_to_dim(emit: Emit, x: Any, piece: Sequence[int], dim: int, n: int) ->
     x = emit(aten.reshape.default, x, [n, *piece])
     order = [*range(1, dim + 1), 0, *range(dim + 1, len(piece) + 1)]
     x = emit(aten.permute.default, x, order)
-    return emit(aten.reshape.default, x, [*piece[:dim], n * piece[dim], *piece[dim + 1:]])
+    return emit(aten.reshape.default, x, [*piece[:dim], n * piece[dim], *piece[dim + 1 :]])
 
 
-def emit_step(emit: Emit, x: Any, step: Step, mesh: Mesh, shape: Sequence[int], coordinate: Callable[[str], Any]) -> Any:
-    """Write one redistribution step. ``shape`` is the tensor's global shape, ``coordinate(axis)`` this rank's, int64 [1]."""
+def emit_step(
+    emit: Emit, x: Any, step: Step, mesh: Mesh, shape: Sequence[int], coordinate: Callable[[str], Any]
+) -> Any:
+    """Write one redistribution step. ``shape`` is the tensor's global shape, ``coordinate(axis)`` gives this rank's
+    coordinate, int64 [1]."""
     n = mesh.degree(step.axis)
     local = list(step.before.local_shape(mesh, shape))
     group = group_of(step.axis)
     if step.kind == "chunk":
         d = step.target
         assert d is not None
-        x = emit(aten.reshape.default, x, [*local[:d], n, local[d] // n, *local[d + 1:]])
+        x = emit(aten.reshape.default, x, [*local[:d], n, local[d] // n, *local[d + 1 :]])
         x = emit(aten.index_select.default, x, d, coordinate(step.axis))
         return emit(aten.squeeze.dim, x, d)
     if step.kind == "all_reduce":

@@ -34,7 +34,7 @@ class Program:
 
 
 def _backward_nodes(sharded: Sharded) -> tuple[dict[fx.Node, None], dict[fx.Node, None]]:
-    """The call nodes of the backward graph, and the values it takes over (placeholders or saved), both in graph order."""
+    """The call nodes of the backward graph, and the values it takes over, both in graph order."""
     needed: set[fx.Node] = set()
     boundary: set[fx.Node] = set()
     stack = list(sharded.gradients)
@@ -81,5 +81,11 @@ def partition(sharded: Sharded) -> Program:
     backward = None
     if sharded.gradients:
         backward = _extract(list(calls), list(boundary), list(sharded.gradients), "Backward")
-    return Program(module, backward, tuple(n.name for n in inputs), tuple(n.name for n in boundary),
-                   tuple(n.name for n in saved), len(sharded.results))
+    return Program(
+        module,
+        backward,
+        tuple(n.name for n in inputs),
+        tuple(n.name for n in boundary),
+        tuple(n.name for n in saved),
+        len(sharded.results),
+    )

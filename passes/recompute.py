@@ -1,8 +1,8 @@
 """Tags every forward value: kept for the backward, or made again there.
 
-Invariant: after `tag`, each forward call node has ``meta["recompute"]``, and the partitioner chooses nothing. Made again
-is what follows from parameters, buffers and constants alone, which includes every gathered weight: left to itself a
-partitioner keeps those, and ZeRO-3 silently keeps the whole model (DESIGN section 6). Views are made again too: they
+Invariant: after `tag`, each forward call node has ``meta["recompute"]``, and the partitioner chooses nothing. Made
+again is what follows from parameters, buffers and constants alone, which includes every gathered weight: left to itself
+a partitioner keeps those, and ZeRO-3 silently keeps the whole model (DESIGN section 6). Views are made again too: they
 cost nothing, and keeping base and view would keep the same bytes twice.
 """
 

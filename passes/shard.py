@@ -71,8 +71,10 @@ class _Emitter:
 
     def starts(self, layout: Layout, shape: Sequence[int]) -> fx.Node:
         weights = layout.start_weights(self.mesh, shape)
-        return self._once(("starts", *weights, len(shape)),
-                          lambda: self.emit(torch.ops.autopar.starts.default, self.coordinates, weights))
+        return self._once(
+            ("starts", *weights, len(shape)),
+            lambda: self.emit(torch.ops.autopar.starts.default, self.coordinates, weights),
+        )
 
     def placeholders(self) -> dict[fx.Node, fx.Node]:
         self.coordinates = self.graph.placeholder(COORDINATES)
@@ -115,7 +117,9 @@ class _Emitter:
         for position, val in enumerate(vals):
             if isinstance(val, torch.Tensor):
                 if self.operators.consumers.get(Value(op.node, index)) or self._is_output(Value(op.node, index)):
-                    self.nodes[(Value(op.node, index), None, outs[index])] = self.emit(operator.getitem, result, position)
+                    self.nodes[(Value(op.node, index), None, outs[index])] = self.emit(
+                        operator.getitem, result, position
+                    )
                 index += 1
 
     def _is_output(self, value: Value) -> bool:

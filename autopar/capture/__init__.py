@@ -25,8 +25,13 @@ from autopar.errors import CaptureError
 __all__ = ["Captured", "capture"]
 
 
-def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
-            training: bool | None = None) -> Captured:
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    training: bool | None = None,
+) -> Captured:
     """Trace ``model(*args, **kwargs)`` forward and backward to one graph in normal form.
 
     The model is not changed and its weights are not touched; only shapes and dtypes of the batch matter (meta tensors
@@ -44,9 +49,21 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     traced.module.recompile()
     outputs = _outputs(graph, inputs)
     seed = next((b for b in inputs["buffers"] if b.name == SEED and b.placeholder.users), None)
-    buffers = tuple(Buffer(b.name.removeprefix(traced.prefix), b.placeholder) for b in inputs["buffers"] if b.name != SEED)
-    return Captured(traced.module, parameters, buffers, inputs["plain"], traced.input_spec, outputs,
-                    traced.output_spec, traced.output_constants, seed.placeholder if seed else None, block_classes(graph))
+    buffers = tuple(
+        Buffer(b.name.removeprefix(traced.prefix), b.placeholder) for b in inputs["buffers"] if b.name != SEED
+    )
+    return Captured(
+        traced.module,
+        parameters,
+        buffers,
+        inputs["plain"],
+        traced.input_spec,
+        outputs,
+        traced.output_spec,
+        traced.output_constants,
+        seed.placeholder if seed else None,
+        block_classes(graph),
+    )
 
 
 def _inputs(traced: Traced, graph: fx.Graph) -> dict[str, Any]:
@@ -63,17 +80,26 @@ def _inputs(traced: Traced, graph: fx.Graph) -> dict[str, Any]:
         elif isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput):
             found["tangents"][desc.output.idx] = node
         else:
-            raise CaptureError("the traced graph has an input that is not understood", expected="parameters, buffers, "
-                               "inputs and tangents", found=str(desc), change="avoid inputs that alias one another")
+            raise CaptureError(
+                "the traced graph has an input that is not understood",
+                expected="parameters, buffers, inputs and tangents",
+                found=str(desc),
+                change="avoid inputs that alias one another",
+            )
     found["plain"] = tuple(node for _, node in sorted(found["plain"].items()))
     return found
 
 
+def _returned(graph: fx.Graph) -> list[Any]:
+    """What the graph returns: nodes, and None where an input gets no gradient."""
+    returned: Any = graph.output_node().args[0]
+    return list(returned)
+
+
 def _parameters(traced: Traced, graph: fx.Graph, inputs: dict[str, Any]) -> tuple[Parameter, ...]:
     """One `Parameter` for all names of a tied weight: its uses are joined here, its gradients summed."""
-    output = graph.output_node()
     gradients: dict[str, fx.Node] = {}
-    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+    for node, desc in zip(_returned(graph), graph.output_node().meta["desc"], strict=True):
         if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, ParamAOTInput) and node is not None:
             gradients[desc.grad_of.target.removeprefix(traced.prefix)] = node
     names: dict[str, list[str]] = {}
@@ -93,8 +119,12 @@ def _parameters(traced: Traced, graph: fx.Graph, inputs: dict[str, Any]) -> tupl
         assert spec is not None
         found.append(Parameter(first, tuple(a for a in aliases if a != first), spec, placeholder, total))
     if all(p.gradient is None for p in found):
-        raise CaptureError("no parameter gets a gradient", expected="a loss or an output that depends on the "
-                           "parameters", found="a forward that detaches them all", change="remove the detach or no_grad")
+        raise CaptureError(
+            "no parameter gets a gradient",
+            expected="a loss or an output that depends on the parameters",
+            found="a forward that detaches them all",
+            change="remove the detach or no_grad",
+        )
     return tuple(found)
 
 
@@ -114,31 +144,36 @@ def _give_gradients_an_order(graph: fx.Graph, parameters: tuple[Parameter, ...])
     """The graph's outputs become: what the model returns, then one gradient a parameter that has one."""
     output = graph.output_node()
     plain = []
-    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+    for node, desc in zip(_returned(graph), output.meta["desc"], strict=True):
         if isinstance(desc, PlainAOTOutput):
             plain.append(node)
         elif isinstance(desc, InputMutationAOTOutput):
-            raise CaptureError("the model changes a buffer in its forward", expected="a forward without in-place "
-                               "updates of buffers", found=str(desc.mutated_input),
-                               change="call model.eval() on the module that keeps running statistics")
+            raise CaptureError(
+                "the model changes a buffer in its forward",
+                expected="a forward without in-place updates of buffers",
+                found=str(desc.mutated_input),
+                change="call model.eval() on the module that keeps running statistics",
+            )
         elif not isinstance(desc, GradAOTOutput) and node is not None:
-            raise CaptureError("the traced graph has an output that is not understood", expected="results and "
-                               "gradients", found=str(desc), change="return tensors that are not views of one another")
+            raise CaptureError(
+                "the traced graph has an output that is not understood",
+                expected="results and gradients",
+                found=str(desc),
+                change="return tensors that are not views of one another",
+            )
     output.args = ((*plain, *(p.gradient for p in parameters if p.gradient is not None)),)
     output.meta["plain"] = len(plain)
 
 
 def _gradient_nodes(graph: fx.Graph, parameters: tuple[Parameter, ...]) -> list[fx.Node | None]:
     """The gradients after the graph was rewritten, from the outputs' order."""
-    output = graph.output_node()
-    rest = iter(output.args[0][output.meta["plain"]:])  # type: ignore[index,arg-type]
+    rest = iter(_returned(graph)[graph.output_node().meta["plain"] :])
     return [next(rest) if p.gradient is not None else None for p in parameters]
 
 
 def _outputs(graph: fx.Graph, inputs: dict[str, Any]) -> tuple[Output, ...]:
-    output = graph.output_node()
-    return tuple(Output(node, inputs["tangents"].get(i))
-                 for i, node in enumerate(output.args[0][:output.meta["plain"]]))  # type: ignore[index,arg-type]
+    results = _returned(graph)[: graph.output_node().meta["plain"]]
+    return tuple(Output(node, inputs["tangents"].get(i)) for i, node in enumerate(results))
 
 
 def batch_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -14,13 +14,12 @@ from torch.utils import _pytree as pytree
 from autopar.capture.graph import BlockClass, specs_of
 
 
-
 def block_path(module: str) -> str | None:
     """The block that a module path lies in: up to its first numeric component ("model.layers.3"), or None."""
     parts = module.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
-            return ".".join(parts[:i + 1])
+            return ".".join(parts[: i + 1])
     return None
 
 
@@ -29,7 +28,7 @@ def pattern(path: str) -> str:
     parts = path.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
-            return ".".join([*parts[:i], "*", *parts[i + 1:]])
+            return ".".join([*parts[:i], "*", *parts[i + 1 :]])
     return path
 
 
@@ -62,8 +61,9 @@ def label(graph: fx.Graph, parameters: Iterable[tuple[fx.Node, str]]) -> None:
             node.meta["backward"] = node.meta.get("partitioner_tag") == "is_backward"
         elif node.op == "call_function":
             node.meta["module"] = custom["module"] if "module" in custom else _module_from_inputs(node)
-            node.meta["backward"] = (node.meta.get("partitioner_tag") == "is_backward"
-                                     or any(arg.meta.get("backward") for arg in node.all_input_nodes))
+            node.meta["backward"] = node.meta.get("partitioner_tag") == "is_backward" or any(
+                arg.meta.get("backward") for arg in node.all_input_nodes
+            )
         else:
             continue
         node.meta["block"] = block_path(node.meta["module"])
@@ -75,6 +75,7 @@ _NUMBERED = {"autopar::dropout": 4, "autopar::attention": 12, "autopar::attentio
 
 def _signature(node: fx.Node, position: dict[fx.Node, int], outside: dict[fx.Node, int]) -> tuple[Any, ...]:
     """What makes a node of one block correspond to a node of another."""
+
     def leaf(value: Any) -> Any:
         if not isinstance(value, fx.Node):
             return str(value)
@@ -107,5 +108,7 @@ def block_classes(graph: fx.Graph) -> tuple[BlockClass, ...]:
     classes: dict[str, list[str]] = defaultdict(list)
     for path, nodes in members.items():
         classes[_hash(nodes)].append(path)
-    return tuple(BlockClass(pattern(paths[0]), tuple(paths), tuple(tuple(members[p]) for p in paths))
-                 for paths in classes.values())
+    return tuple(
+        BlockClass(pattern(paths[0]), tuple(paths), tuple(tuple(members[p]) for p in paths))
+        for paths in classes.values()
+    )

@@ -28,7 +28,9 @@ def _log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: t
     return (grad - output.exp() * grad.sum(dim, keepdim=True)).to(input_dtype)
 
 
-def _nll_loss_forward(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _nll_loss_forward(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
     """x [N, C] (or [C]) log-probabilities, target [N] (or []); reduction 0 none, 1 mean, 2 sum."""
     dim = x.dim() - 1
     counts = target != ignore_index
@@ -43,8 +45,15 @@ def _nll_loss_forward(x: Tensor, target: Tensor, weight: Tensor | None, reductio
     return (losses.sum() / total if reduction == 1 else losses.sum()), total
 
 
-def _nll_loss_backward(grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
-                       ignore_index: int, total_weight: Tensor) -> Tensor:
+def _nll_loss_backward(
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> Tensor:
     dim = x.dim() - 1
     counts = target != ignore_index
     safe = torch.where(counts, target, 0)
@@ -57,15 +66,33 @@ def _nll_loss_backward(grad: Tensor, x: Tensor, target: Tensor, weight: Tensor |
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """The table given to AOTAutograd. Composites with good rules of their own (layer norm, softmax, activations and
     their backwards, embeddings) are left whole."""
-    table: dict[Any, Callable[..., Any]] = dict(get_decompositions([
-        aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward,
-        aten.binary_cross_entropy_with_logits, aten.softplus_backward, aten.addcmul, aten.addcdiv, aten.rsub,
-        aten.std, aten.var, aten.leaky_relu_backward, aten.elu_backward, aten.hardswish_backward, aten.split_with_sizes_copy,
-    ]))
-    table.update({
-        aten._log_softmax.default: _log_softmax,
-        aten._log_softmax_backward_data.default: _log_softmax_backward,
-        aten.nll_loss_forward.default: _nll_loss_forward,
-        aten.nll_loss_backward.default: _nll_loss_backward,
-    })
+    table: dict[Any, Callable[..., Any]] = dict(
+        get_decompositions(
+            [
+                aten.mse_loss,
+                aten.mse_loss_backward,
+                aten.smooth_l1_loss,
+                aten.smooth_l1_loss_backward,
+                aten.binary_cross_entropy_with_logits,
+                aten.softplus_backward,
+                aten.addcmul,
+                aten.addcdiv,
+                aten.rsub,
+                aten.std,
+                aten.var,
+                aten.leaky_relu_backward,
+                aten.elu_backward,
+                aten.hardswish_backward,
+                aten.split_with_sizes_copy,
+            ]
+        )
+    )
+    table.update(
+        {
+            aten._log_softmax.default: _log_softmax,
+            aten._log_softmax_backward_data.default: _log_softmax_backward,
+            aten.nll_loss_forward.default: _nll_loss_forward,
+            aten.nll_loss_backward.default: _nll_loss_backward,
+        }
+    )
     return table

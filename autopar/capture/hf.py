@@ -21,27 +21,43 @@ from autopar.ops.dropout import active_dropout
 
 #: The name under which attention and mask functions are registered.
 IMPLEMENTATION = "autopar"
+#: Attribute of a 2-D mask that says whether attention is causal besides.
+CAUSAL = "autopar_causal"
 
 
 def is_transformers_model(model: nn.Module) -> bool:
     """Whether ``model`` is a transformers model (without importing transformers for others)."""
-    return any(cls.__module__.startswith("transformers.") and cls.__name__ == "PreTrainedModel"
-               for cls in type(model).__mro__)
+    return any(
+        cls.__module__.startswith("transformers.") and cls.__name__ == "PreTrainedModel" for cls in type(model).__mro__
+    )
 
 
-def attention_forward(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                      scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None,
-                      softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
-                      **unused: Any) -> tuple[Tensor, None]:
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
     """transformers' attention interface: q [B, H, S, D], k and v [B, KV, T, D] -> ([B, S, H, D], None)."""
     if s_aux is not None or position_bias is not None:
-        raise CaptureError(f"{type(module).__name__} uses attention sinks or a position bias inside attention",
-                           expected="attention without `s_aux` and `position_bias`", found="one of them is set",
-                           change="use another architecture: this one cannot be captured yet")
+        raise CaptureError(
+            f"{type(module).__name__} uses attention sinks or a position bias inside attention",
+            expected="attention without `s_aux` and `position_bias`",
+            found="one of them is set",
+            change="use another architecture: this one cannot be captured yet",
+        )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     key_mask = bias = None
     if attention_mask is not None and attention_mask.dim() == 2:
-        key_mask, causal = attention_mask, attention_mask.autopar_causal
+        key_mask, causal = attention_mask, getattr(attention_mask, CAUSAL)
     elif attention_mask is not None:
         bias, causal = attention_mask, False
     causal = bool(causal) and query.shape[2] > 1
@@ -51,19 +67,31 @@ def attention_forward(module: nn.Module, query: Tensor, key: Tensor, value: Tens
     mode = active_dropout()
     if dropout > 0.0:
         if mode is None:
-            raise CaptureError("attention dropout needs a seed", expected="a forward inside autopar.ops.counter_dropout",
-                               found="none is active", change="run the model through autopar.parallelize or verify")
+            raise CaptureError(
+                "attention dropout needs a seed",
+                expected="a forward inside autopar.ops.counter_dropout",
+                found="none is active",
+                change="run the model through autopar.parallelize or verify",
+            )
         seed, stream = mode.seed, mode.next_stream()
         starts = torch.zeros(4, dtype=torch.int64, device=query.device)
         extent = [*query.shape[:3], key.shape[2]]
-    out, _ = attention(query, key, value, key_mask, bias, seed, starts, scale, causal, 0, softcap or 0.0,
-                       dropout, stream, extent)
+    out, _ = attention(
+        query, key, value, key_mask, bias, seed, starts, scale, causal, 0, softcap or 0.0, dropout, stream, extent
+    )
     return out.transpose(1, 2), None
 
 
-def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
-                   mask_function: Callable[..., Any] | None = None, attention_mask: Tensor | None = None,
-                   **kwargs: Any) -> Tensor | None:
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
     """transformers' mask interface: None, the 2-D padding mask (its ``autopar_causal`` says which kind), or a real
     boolean 4-D mask where the pattern is neither plain causal nor bidirectional."""
     from transformers import masking_utils
@@ -78,11 +106,19 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
             if attention_mask is None:
                 return None
             mask = attention_mask.to(torch.bool)
-            mask.autopar_causal = causal  # type: ignore[attr-defined]
+            setattr(mask, CAUSAL, causal)
             return mask
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    return masking_utils.sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
-                                   kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+    return masking_utils.sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **kwargs,
+    )
 
 
 def _register() -> None:
@@ -141,7 +177,9 @@ def text_config(model: nn.Module) -> Any:
 
 def default_seq_len(model: nn.Module) -> int:
     """The sequence length a model was made for, at most 4096 tokens."""
-    limit = getattr(text_config(model), "max_position_embeddings", None) or getattr(text_config(model), "n_positions", None)
+    limit = getattr(text_config(model), "max_position_embeddings", None) or getattr(
+        text_config(model), "n_positions", None
+    )
     return min(int(limit), 4096) if limit else 2048
 
 
@@ -155,7 +193,10 @@ def example_batch(model: nn.Module, global_batch: int, seq_len: int) -> dict[str
     accepted = inspect.signature(model.forward).parameters
     names = [name for name in ("input_ids", "labels") if name in accepted]
     if names != ["input_ids", "labels"]:
-        raise WorkloadError(f"{type(model).__name__} does not take input_ids and labels, so no batch can be made up",
-                            expected="a text model with input_ids and labels", found=", ".join(list(accepted)[:8]),
-                            change="pass example_inputs=dict(...) with one batch (meta tensors are enough)")
+        raise WorkloadError(
+            f"{type(model).__name__} does not take input_ids and labels, so no batch can be made up",
+            expected="a text model with input_ids and labels",
+            found=", ".join(list(accepted)[:8]),
+            change="pass example_inputs=dict(...) with one batch (meta tensors are enough)",
+        )
     return {name: torch.zeros(global_batch, seq_len, dtype=torch.int64, device="meta") for name in names}

@@ -19,8 +19,13 @@ from autopar.capture.graph import spec_of
 aten = torch.ops.aten
 
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
-_COPIES = {aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default,
-           aten.contiguous.default}
+_COPIES = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.lift_fresh_copy.default,
+    aten.contiguous.default,
+}
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -50,14 +55,15 @@ def permutation(node: fx.Node) -> list[int] | None:
         return None
     ndim = len(_shape(node.args[0])) if spec_of(node.args[0]) else 0
     order = list(range(ndim))
+    rest: Any = node.args[1:]
     if node.target is aten.t.default:
         return order[::-1]
     if node.target is aten.transpose.int:
-        a, b = (int(d) % ndim for d in node.args[1:3])  # type: ignore[call-overload]
+        a, b = rest[0] % ndim, rest[1] % ndim
         order[a], order[b] = order[b], order[a]
         return order
     if node.target is aten.permute.default:
-        return [int(d) % ndim for d in node.args[1]]  # type: ignore[union-attr]
+        return [d % ndim for d in rest[0]]
     return None
 
 
@@ -120,7 +126,7 @@ def _merged_groups(source: tuple[int, ...], target: tuple[int, ...]) -> list[lis
     return groups if d == len(source) else None
 
 
-def _open(node: fx.Node) -> _Operand:
+def _open(node: Any) -> _Operand:
     """See through the permutations and merging views above a matrix product's operand."""
     groups = [[d] for d in range(len(_shape(node)))]
     merged = False
@@ -129,14 +135,14 @@ def _open(node: fx.Node) -> _Operand:
         if order is not None:
             groups = [[order[d] for d in group] for group in groups]
         elif node.target in _VIEWS and not merged and 0 not in _shape(node):
-            inner = _merged_groups(_shape(node.args[0]), _shape(node))  # type: ignore[arg-type]
+            inner = _merged_groups(_shape(node.args[0]), _shape(node))
             if inner is None:
                 break
             groups = [[e for d in group for e in inner[d]] for group in groups]
             merged = True
         else:
             break
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return _Operand(node, tuple(tuple(g) for g in groups))
 
 
@@ -144,8 +150,14 @@ def _closed(node: fx.Node) -> _Operand:
     return _Operand(node, tuple((d,) for d in range(len(_shape(node)))))
 
 
-def _einsum(graph: fx.Graph, like: fx.Node, a: _Operand, b: _Operand, shared: list[tuple[int, int]],
-            result: list[tuple[str, int]]) -> fx.Node:
+def _einsum(
+    graph: fx.Graph,
+    like: fx.Node,
+    a: _Operand,
+    b: _Operand,
+    shared: list[tuple[int, int]],
+    result: list[tuple[str, int]],
+) -> fx.Node:
     """Insert the einsum of two operands. ``shared`` are pairs of groups (of a, of b) with the same factors; ``result``
     the groups of the result as ("a" or "b", group). Returns it viewed in the shape of ``like``."""
     letters = iter(string.ascii_letters)
@@ -159,9 +171,10 @@ def _einsum(graph: fx.Graph, like: fx.Node, a: _Operand, b: _Operand, shared: li
                 names_b[d] = next(letters)
     left = "".join(names_a[d] for d in sorted(names_a))
     right = "".join(names_b[d] for d in sorted(names_b))
-    dims = [(names_a if side == "a" else names_b)[d]
-            for side, g in result for d in (a if side == "a" else b).groups[g]]
-    shape = [_shape((a if side == "a" else b).source)[d] for side, g in result for d in (a if side == "a" else b).groups[g]]
+    dims = [(names_a if side == "a" else names_b)[d] for side, g in result for d in (a if side == "a" else b).groups[g]]
+    shape = [
+        _shape((a if side == "a" else b).source)[d] for side, g in result for d in (a if side == "a" else b).groups[g]
+    ]
     node = graph.call_function(aten.einsum.default, (f"{left},{right}->{''.join(dims)}", [a.source, b.source]))
     value = like.meta["val"]
     node.meta = {**like.meta, "val": value.new_empty(shape)}
@@ -172,7 +185,7 @@ def _split(graph: fx.Graph, like: fx.Node, operand: _Operand, group: int, sizes:
     """View the one dim of ``group`` as ``sizes``, so that its factors can be named one by one."""
     (dim,) = operand.groups[group]
     shape = list(_shape(operand.source))
-    view = graph.call_function(aten.view.default, (operand.source, shape[:dim] + list(sizes) + shape[dim + 1:]))
+    view = graph.call_function(aten.view.default, (operand.source, shape[:dim] + list(sizes) + shape[dim + 1 :]))
     view.meta = {**like.meta, "val": operand.source.meta["val"].new_empty(view.args[1])}
     more = len(sizes) - 1
     groups = [tuple(d + more if d > dim else d for d in g) for g in operand.groups]
@@ -180,8 +193,14 @@ def _split(graph: fx.Graph, like: fx.Node, operand: _Operand, group: int, sizes:
     return _Operand(view, tuple(groups))
 
 
-def _match(graph: fx.Graph, like: fx.Node, a: _Operand, b: _Operand, shared: list[tuple[int, int]],
-           originals: tuple[fx.Node, fx.Node]) -> tuple[_Operand, _Operand]:
+def _match(
+    graph: fx.Graph,
+    like: fx.Node,
+    a: _Operand,
+    b: _Operand,
+    shared: list[tuple[int, int]],
+    originals: tuple[fx.Node, fx.Node],
+) -> tuple[_Operand, _Operand]:
     """Give shared groups the same factors on both sides: a weight's dim is opened into heads and head dim where the
     activation has them apart. Where neither side is a single dim, both are taken as they are."""
     for ga, gb in shared:
@@ -199,7 +218,7 @@ def _match(graph: fx.Graph, like: fx.Node, a: _Operand, b: _Operand, shared: lis
 
 def _replace_product(graph: fx.Graph, node: fx.Node) -> None:
     bias: Any = None
-    operands: tuple[fx.Node, fx.Node] = node.args[-2:]  # type: ignore[assignment]
+    operands: Any = node.args[-2:]
     if node.target is aten.addmm.default:
         if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1:
             return
@@ -255,7 +274,13 @@ def sums_through_views(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-NORMAL_FORM: tuple[Callable[[fx.Graph], None], ...] = (drop_noops, products_to_einsum, sums_through_views, drop_noops, drop_noops)
+NORMAL_FORM: tuple[Callable[[fx.Graph], None], ...] = (
+    drop_noops,
+    products_to_einsum,
+    sums_through_views,
+    drop_noops,
+    drop_noops,
+)
 
 
 def normalize(graph: fx.Graph) -> None:

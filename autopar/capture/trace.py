@@ -86,8 +86,9 @@ def _fake_memo(model: nn.Module, mode: Any) -> dict[int, Tensor]:
             return
         with mode:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        memo[id(tensor)] = (nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                            if isinstance(tensor, nn.Parameter) else fake)
+        memo[id(tensor)] = (
+            nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        )
 
     for module in model.modules():
         for value in (*module._parameters.values(), *module._buffers.values()):
@@ -103,15 +104,19 @@ def _fake_memo(model: nn.Module, mode: Any) -> dict[int, Tensor]:
 
 def _clone(model: nn.Module, mode: Any) -> nn.Module:
     try:
-        return copy.deepcopy(model, _fake_memo(model, mode))  # type: ignore[arg-type]
+        return copy.deepcopy(model, _fake_memo(model, mode))
     except Exception as error:
-        raise CaptureError(f"{type(model).__name__} cannot be copied for tracing", expected="a module that "
-                           "copy.deepcopy accepts", found=f"{type(error).__name__}: {error}",
-                           change="keep handles, locks and open files out of the module") from error
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied for tracing",
+            expected="a module that copy.deepcopy accepts",
+            found=f"{type(error).__name__}: {error}",
+            change="keep handles, locks and open files out of the module",
+        ) from error
 
 
 def _annotate(model: nn.Module) -> None:
     """Let every node know its module: FX keeps the annotation on forward and backward nodes."""
+
     def wrap(module: nn.Module, name: str) -> None:
         original = module.forward
 
@@ -119,7 +124,7 @@ def _annotate(model: nn.Module) -> None:
             with fx_traceback.annotate({"module": name}):
                 return original(*args, **kwargs)
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
 
     for name, module in model.named_modules():
         wrap(module, name)
@@ -148,12 +153,15 @@ def _failure(model: nn.Module, error: BaseException) -> CaptureError:
     mine = [f for f in frames if not any(part in f.filename for part in hidden)]
     where = f"{mine[-1].filename}:{mine[-1].lineno} in {mine[-1].name}: {mine[-1].line}" if mine else "inside torch"
     operator = getattr(error, "func", None) or next(
-        (f.line for f in reversed(frames) if f.line and "aten" in f.line), type(error).__name__)
+        (f.line for f in reversed(frames) if f.line and "aten" in f.line), type(error).__name__
+    )
     reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    return CaptureError(f"{type(model).__name__} cannot be traced to one graph at {where}",
-                        expected="a forward whose control flow and shapes do not depend on the values of tensors",
-                        found=f"{type(error).__name__} ({operator}): {reason}",
-                        change="replace the branch on a tensor by torch.where, and .item() by a tensor or a constant")
+    return CaptureError(
+        f"{type(model).__name__} cannot be traced to one graph at {where}",
+        expected="a forward whose control flow and shapes do not depend on the values of tensors",
+        found=f"{type(error).__name__} ({operator}): {reason}",
+        change="replace the branch on a tensor by torch.where, and .item() by a tensor or a constant",
+    )
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool | None = None) -> Traced:
@@ -172,16 +180,24 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, tr
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if any(isinstance(leaf, Tensor) and 0 in leaf.shape for leaf in leaves):
         shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-        raise InputError("the batch is empty", expected="at least one sample and one token", found=f"shapes {shapes}",
-                         change="drop empty batches (drop_last=True in the DataLoader)")
+        raise InputError(
+            "the batch is empty",
+            expected="at least one sample and one token",
+            found=f"shapes {shapes}",
+            change="drop empty batches (drop_last=True in the DataLoader)",
+        )
     with mode:
         fakes = [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in leaves if isinstance(leaf, Tensor)]
         seed = torch.empty(2, dtype=torch.int64)
     constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
     flat = _Flat(clone, spec, constants, seed)
     if not any(p.requires_grad for p in clone.parameters()):
-        raise CaptureError(f"{type(model).__name__} has no trainable parameters", expected="at least one parameter "
-                           "with requires_grad", found="none", change="call model.requires_grad_(True)")
+        raise CaptureError(
+            f"{type(model).__name__} has no trainable parameters",
+            expected="at least one parameter with requires_grad",
+            found="none",
+            change="call model.requires_grad_(True)",
+        )
     with _trace_context(is_hf, "position_ids" in kwargs) as stack:
         try:
             joint = aot_export_joint_with_descriptors(stack, flat, tuple(fakes), decompositions=decomposition_table())

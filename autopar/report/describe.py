@@ -83,8 +83,10 @@ def describe_layers(captured: Captured, operators: Operators, assignment: Assign
             if degree > 1 and choice.factor is not None:
                 found[words[op.node, choice.factor], axis] = None
     order = assignment.mesh.names
-    return tuple(LayerSummary(name, len(paths), tuple(sorted(splits[name], key=lambda split: order.index(split[1]))))
-                 for name, paths in modules.items())
+    return tuple(
+        LayerSummary(name, len(paths), tuple(sorted(splits[name], key=lambda split: order.index(split[1]))))
+        for name, paths in modules.items()
+    )
 
 
 def describe_replicated(operators: Operators, assignment: Assignment) -> tuple[ReplicatedOperator, ...]:
@@ -122,7 +124,7 @@ def _reason(op: Operator, strategy: Strategy, whole: tuple[str, ...], mesh: Mesh
     def could(axis: str, choice: Choice) -> bool:
         i = mesh.names.index(axis)
         wanted = splits_batch(choice, batch) if axis == "dp" else choice.factor is not None
-        return wanted and is_valid(op.rule, (*strategy[:i], choice, *strategy[i + 1:]), mesh)
+        return wanted and is_valid(op.rule, (*strategy[:i], choice, *strategy[i + 1 :]), mesh)
 
     possible = any(could(axis, choice) for axis in whole for choice in choices(op.rule))
     return "cheaper than splitting" if possible else "nothing divides"
@@ -142,7 +144,7 @@ def _layer(module: str) -> str:
     block = block_path(module)
     if block is None:
         return module or ROOT
-    return ".".join(module.split(".")[:block.count(".") + 2])
+    return ".".join(module.split(".")[: block.count(".") + 2])
 
 
 def _words(captured: Captured, operators: Operators) -> dict[tuple[fx.Node, str], str]:

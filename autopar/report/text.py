@@ -20,20 +20,37 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 
-_ZERO = {0: "ZeRO 0: parameters, gradients and optimizer state rest whole on every dp rank",
-         3: "ZeRO 3: parameters, gradients and optimizer state rest split over dp"}
+_ZERO = {
+    0: "ZeRO 0: parameters, gradients and optimizer state rest whole on every dp rank",
+    3: "ZeRO 3: parameters, gradients and optimizer state rest split over dp",
+}
 
 
 def text_report(plan: Plan) -> str:
     """What was chosen, what it costs and what came second, `WIDTH` columns wide, in plain text without colours."""
-    sections = [("", _summary(plan)), ("What is split", _layers(plan)), ("Memory a device", _memory(plan)),
-                ("Collectives of one step, a rank", _collectives(plan)),
-                ("Operators whose work is repeated", _replicated(plan)), ("Runner-up plans", _alternatives(plan))]
-    shown = [Group(title, Padding(table, (0, 0, 1, 2))) if title else Padding(table, (0, 0, 1, 0))
-             for title, table in sections]
+    sections = [
+        ("", _summary(plan)),
+        ("What is split", _layers(plan)),
+        ("Memory a device", _memory(plan)),
+        ("Collectives of one step, a rank", _collectives(plan)),
+        ("Operators whose work is repeated", _replicated(plan)),
+        ("Runner-up plans", _alternatives(plan)),
+    ]
+    shown = [
+        Group(title, Padding(table, (0, 0, 1, 2))) if title else Padding(table, (0, 0, 1, 0))
+        for title, table in sections
+    ]
     output = io.StringIO()
-    console = Console(file=output, width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False,
-                      markup=False, emoji=False, highlight=False)
+    console = Console(
+        file=output,
+        width=WIDTH,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
     console.print(Group(*shown))
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines()).rstrip()
 
@@ -44,8 +61,9 @@ def _table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), right: Seq
     table = Table(box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0))
     for i in range(len(listed[0]) if listed else len(header)):
         numeric = i in right
-        table.add_column(header[i] if header else "", justify="right" if numeric else "left", overflow="fold",
-                         no_wrap=numeric)
+        table.add_column(
+            header[i] if header else "", justify="right" if numeric else "left", overflow="fold", no_wrap=numeric
+        )
     for row in listed:
         table.add_row(*row)
     return table
@@ -75,8 +93,11 @@ def _parts(breakdown: Mapping[str, float]) -> str:
 
 def _layers(plan: Plan) -> Table:
     """One row a kind of layer. What all of them split of the tokens is said once."""
-    of_tokens = [split for split in dict.fromkeys(s for layer in plan.layers for s in layer.splits)
-                 if split[0] in ("batch", "sequence")]
+    of_tokens = [
+        split
+        for split in dict.fromkeys(s for layer in plan.layers for s in layer.splits)
+        if split[0] in ("batch", "sequence")
+    ]
     everywhere = [split for split in of_tokens if all(split in layer.splits for layer in plan.layers)]
 
     def words(splits: Iterable[tuple[str, str]], otherwise: str) -> str:
@@ -103,22 +124,42 @@ def _memory(plan: Plan) -> Table:
 def _collectives(plan: Plan) -> Table | str:
     if not plan.collectives:
         return "none"
-    rows = [(c.kind, c.axis, c.purpose, str(c.count), bytes_text(c.bytes), bytes_text(c.wire_bytes),
-             seconds_text(c.seconds)) for c in plan.collectives]
+    rows = [
+        (
+            c.kind,
+            c.axis,
+            c.purpose,
+            str(c.count),
+            bytes_text(c.bytes),
+            bytes_text(c.wire_bytes),
+            seconds_text(c.seconds),
+        )
+        for c in plan.collectives
+    ]
     return _table(rows, ("kind", "axis", "of", "count", "tensors", "sent", "time"), right=(3, 4, 5, 6))
 
 
 def _replicated(plan: Plan) -> Table | str:
     if not plan.replicated:
         return "none"
-    rows = [(r.operator, ", ".join(r.axes), str(r.count), share_text(r.flops_share), share_text(r.bytes_share),
-             r.reason) for r in plan.replicated]
+    rows = [
+        (r.operator, ", ".join(r.axes), str(r.count), share_text(r.flops_share), share_text(r.bytes_share), r.reason)
+        for r in plan.replicated
+    ]
     return _table(rows, ("operator", "over", "count", "of FLOPs", "of bytes", "because"), right=(2, 3, 4))
 
 
 def _alternatives(plan: Plan) -> Table | str:
     if not plan.alternatives:
         return "none"
-    rows = [(" x ".join(f"{axis} {degree}" for axis, degree in a.degrees.items()), f"ZeRO {a.zero}",
-             seconds_text(a.step_time), bytes_text(a.peak_memory), a.reason) for a in plan.alternatives]
+    rows = [
+        (
+            " x ".join(f"{axis} {degree}" for axis, degree in a.degrees.items()),
+            f"ZeRO {a.zero}",
+            seconds_text(a.step_time),
+            bytes_text(a.peak_memory),
+            a.reason,
+        )
+        for a in plan.alternatives
+    ]
     return _table(rows, ("degrees", "storage", "step time", "memory", "why it lost"), right=(2, 3))

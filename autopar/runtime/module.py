@@ -18,7 +18,7 @@ from autopar.errors import InputError, RuntimeFailure
 from autopar.passes.collectives import bind_groups
 from autopar.plan import Plan
 from autopar.runtime.parameters import as_dtensor, parallel_tree
-from autopar.runtime.process import make_device_mesh, placements
+from autopar.runtime.process import agree, make_device_mesh, placements
 from autopar.runtime.specialize import Specialization, capture_batch, choose, emit
 from autopar.solver.spmd import read
 
@@ -31,13 +31,15 @@ class _Step(torch.autograd.Function):
     DTensors in storage layout."""
 
     @staticmethod
-    def forward(ctx: Any, module: ParallelModule, special: Specialization, given: dict[str, Tensor], *parameters: DTensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, module: ParallelModule, special: Specialization, given: dict[str, Tensor], *parameters: DTensor
+    ) -> tuple[Tensor, ...]:
         program = special.program
         values = dict(given)
         names = [special.input_name(p.placeholder) for p in special.captured.parameters]
         values.update({name: p.to_local() for name, p in zip(names, parameters, strict=True)})
         outputs = program.forward(*(values[name] for name in program.forward_inputs))
-        results, saved = outputs[:program.num_results], outputs[program.num_results:]
+        results, saved = outputs[: program.num_results], outputs[program.num_results :]
         values.update(zip(program.saved, saved, strict=True))
         kept = [name for name in program.backward_inputs if name in values]
         ctx.save_for_backward(*(values[name] for name in kept))
@@ -61,7 +63,9 @@ class _Step(torch.autograd.Function):
         found: list[DTensor | None] = []
         for p in special.captured.parameters:
             layout = special.assignment.sources[p.placeholder]
-            found.append(None if p.gradient is None else ctx.module.dtensor(next(gradients).contiguous(), layout, p.spec.shape))
+            found.append(
+                None if p.gradient is None else ctx.module.dtensor(next(gradients).contiguous(), layout, p.spec.shape)
+            )
         return (None, None, None, *found)
 
 
@@ -70,8 +74,8 @@ class ParallelModule(nn.Module):
 
     Parameters have the model's names and are `DTensor`s on the whole mesh, so any ``torch.optim`` optimizer and
     ``torch.nn.utils.clip_grad_norm_`` work unchanged; other attributes (``config`` and the like) are the model's own.
-    ``forward`` takes the global batch on every rank. A scalar result (the loss) is that of the global batch and the same
-    on every rank; other tensors come back as DTensors. ``plan`` is what was decided.
+    ``forward`` takes the global batch on every rank. A scalar result (the loss) is that of the global batch and the
+    same on every rank; other tensors come back as DTensors. ``plan`` is what was decided.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -89,9 +93,7 @@ class ParallelModule(nn.Module):
         self.__dict__.update(_original=tree, plan=plan, mesh=mesh, device_mesh=device_mesh, _cache=OrderedDict())
         device = torch.device(device_mesh.device_type)
         self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
-        seed = torch.tensor([torch.initial_seed() % 2**62, 0], device=device)
-        dist.broadcast(seed, 0)
-        self.__dict__["seed"] = seed
+        self.__dict__["seed"] = torch.tensor([agree(torch.initial_seed() % 2**62), 0], device=device)
         self.train(model.training)
 
     def __getattr__(self, name: str) -> Any:
@@ -133,7 +135,9 @@ class ParallelModule(nn.Module):
         captured = special.captured
         given = {special.sharded.coordinates.name: self._coordinates}
         given.update({special.input_name(b.placeholder): _tensor_at(self._original, b.name) for b in captured.buffers})
-        given.update({special.input_name(node): t for node, t in zip(captured.inputs, batch_tensors(args, kwargs), strict=True)})
+        given.update(
+            {special.input_name(node): t for node, t in zip(captured.inputs, batch_tensors(args, kwargs), strict=True)}
+        )
         if captured.seed is not None:
             given[special.input_name(captured.seed)] = self.seed.clone()
             self.seed[1] += 1
@@ -146,8 +150,14 @@ class ParallelModule(nn.Module):
         found = []
         for result, output, layout in zip(results, captured.outputs, special.assignment.sinks, strict=False):
             if result.dim() > 0:
-                result = DTensor.from_local(result, self.device_mesh, placements(layout, self.mesh), run_check=False,
-                                            shape=output.node.meta["val"].shape, stride=output.node.meta["val"].stride())
+                result = DTensor.from_local(
+                    result,
+                    self.device_mesh,
+                    placements(layout, self.mesh),
+                    run_check=False,
+                    shape=output.node.meta["val"].shape,
+                    stride=output.node.meta["val"].stride(),
+                )
             found.append(result)
         tensors, constants = iter(found), dict(captured.output_constants)
         count = captured.output_spec.num_leaves
@@ -167,7 +177,9 @@ class ParallelModule(nn.Module):
         cache.move_to_end(key)
         return cache[key]
 
-    def _specialize(self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None) -> Specialization:
+    def _specialize(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None
+    ) -> Specialization:
         captured = captured or capture_batch(self._original, args, kwargs, self.training)
         operators = read(captured)
         space, options = choose(captured, operators, self.plan)
@@ -185,9 +197,12 @@ class ParallelModule(nn.Module):
         dist.all_gather_object(hashes, program_hash)
         different = [rank for rank, h in enumerate(hashes) if h != hashes[0]]
         if different:
-            raise RuntimeFailure(f"ranks {different} made another program than rank 0", expected="the same model, batch shapes, "
-                                 "plan and versions on every rank", found=f"{len(set(hashes))} different programs",
-                                 change="pass the same global batch shapes on every rank, and run one version of the code")
+            raise RuntimeFailure(
+                f"ranks {different} made another program than rank 0",
+                expected="the same model, batch shapes, plan and versions on every rank",
+                found=f"{len(set(hashes))} different programs",
+                change="pass the same global batch shapes on every rank, and run one version of the code",
+            )
 
 
 def _tensor_at(model: nn.Module, name: str) -> Tensor:
@@ -195,6 +210,10 @@ def _tensor_at(model: nn.Module, name: str) -> Tensor:
     path, _, attribute = name.rpartition(".")
     value = getattr(model.get_submodule(path), attribute)
     if not isinstance(value, Tensor):
-        raise InputError(f"{name} was a tensor when the model was captured", expected="a tensor", found=type(value).__name__,
-                         change="do not replace buffers after parallelize")
+        raise InputError(
+            f"{name} was a tensor when the model was captured",
+            expected="a tensor",
+            found=type(value).__name__,
+            change="do not replace buffers after parallelize",
+        )
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture.hf import is_transformers_model
 from autopar.errors import CaptureError
-from autopar.runtime.process import placements
+from autopar.runtime.process import agree, placements
 from autopar.sharding.layout import Layout, Mesh
 
 
@@ -28,17 +29,15 @@ def materialize(model: nn.Module) -> nn.Module:
     transformers models run their own ``init_weights``, other modules ``reset_parameters``. CaptureError if a module
     with parameters or buffers of its own has neither.
     """
-    seed = torch.tensor([torch.initial_seed() % 2**62])
-    if dist.is_initialized():
-        dist.broadcast(seed, 0)
-    whole = copy.deepcopy(model).to_empty(device="cpu")
+    seed = agree(torch.initial_seed())
+    whole: Any = copy.deepcopy(model).to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(int(seed))
+        torch.manual_seed(seed)
         if is_transformers_model(whole):
             for module in whole.modules():
                 module._is_hf_initialized = False
-            whole.init_weights()  # type: ignore[operator]
-            whole.tie_weights()  # type: ignore[operator]
+            whole.init_weights()
+            whole.tie_weights()
             return whole
         for name, module in whole.named_modules():
             own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -47,10 +46,12 @@ def materialize(model: nn.Module) -> nn.Module:
             elif hasattr(module, "_reset_parameters"):
                 module._reset_parameters()
             elif own:
-                raise CaptureError(f"module {name or '(root)'} is on the meta device and cannot initialise itself",
-                                   expected="a reset_parameters method on every module that owns tensors",
-                                   found=f"{type(module).__name__} without one",
-                                   change="add reset_parameters, or build the model with real weights")
+                raise CaptureError(
+                    f"module {name or '(root)'} is on the meta device and cannot initialise itself",
+                    expected="a reset_parameters method on every module that owns tensors",
+                    found=f"{type(module).__name__} without one",
+                    change="add reset_parameters, or build the model with real weights",
+                )
     return whole
 
 
@@ -77,4 +78,4 @@ def parallel_tree(model: nn.Module, storage: Mapping[str, Layout], mesh: Mesh, d
         memo[id(p)] = nn.Parameter(distribute(p, layout, mesh, device_mesh), requires_grad=p.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to(device_mesh.device_type, copy=True)
-    return copy.deepcopy(model, memo)  # type: ignore[arg-type]
+    return copy.deepcopy(model, memo)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from autopar._compat import flatten, strided_shard
+from autopar._compat import HashStore, flatten, strided_shard
 from autopar.errors import PlanError
 from autopar.sharding.layout import Layout, Mesh
 
@@ -31,7 +32,7 @@ def ensure_process_group() -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
+        dist.init_process_group(backend, rank=0, world_size=1, store=HashStore(), timeout=timeout)
 
 
 def make_device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -39,8 +40,12 @@ def make_device_mesh(mesh: Mesh) -> DeviceMesh:
     world = dist.get_world_size()
     if world != mesh.size:
         degrees = " x ".join(f"{axis}={n}" for axis, n in mesh.axes)
-        raise PlanError(f"the plan is for {mesh.size} ranks and {world} are running", expected=f"{degrees} = {mesh.size} ranks",
-                        found=f"a world of {world}", change=f"run torchrun with {mesh.size} processes in all, or plan again")
+        raise PlanError(
+            f"the plan is for {mesh.size} ranks and {world} are running",
+            expected=f"{degrees} = {mesh.size} ranks",
+            found=f"a world of {world}",
+            change=f"run torchrun with {mesh.size} processes in all, or plan again",
+        )
     found = init_device_mesh(device_type(), mesh.sizes, mesh_dim_names=mesh.names)
     if all(n > 1 for n in mesh.sizes):
         flatten(found)  # lets DTensor reduce over both axes at once, as clip_grad_norm_ does
@@ -58,8 +63,17 @@ def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
             continue
         order = layout.dims[d]
         outside = 1  # pieces made by axes that are further right in the mesh but further out in the layout
-        for other in order[:order.index(axis)]:
+        for other in order[: order.index(axis)]:
             if mesh.names.index(other) > mesh.names.index(axis):
                 outside *= mesh.degree(other)
         found.append(Shard(d) if outside == 1 else strided_shard(d, outside))
     return tuple(found)
+
+
+def agree(value: Any) -> Any:
+    """Rank 0's ``value``, on every rank; alone, the value itself."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, 0)
+    return box[0]

@@ -16,11 +16,22 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from autopar._compat import TorchDispatchMode
-from autopar.passes.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, REDUCE_SCATTER, WAIT, axis_of, group_argument
+from autopar.passes.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    KINDS,
+    REDUCE_SCATTER,
+    WAIT,
+    axis_of,
+    group_argument,
+)
 from autopar.sharding.layout import Mesh
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda stack: stack.sum(0), "max": lambda stack: stack.amax(0), "min": lambda stack: stack.amin(0),
+    "sum": lambda stack: stack.sum(0),
+    "max": lambda stack: stack.amax(0),
+    "min": lambda stack: stack.amin(0),
 }
 
 
@@ -51,7 +62,11 @@ class _CountFlops(TorchDispatchMode):
 def groups(mesh: Mesh, axis: str) -> list[list[int]]:
     """The ranks of every group of an axis, in the axis' order."""
     stride, n = mesh.stride(axis), mesh.degree(axis)
-    return [[first + i * stride for i in range(n)] for first in range(mesh.size) if mesh.coordinates(first)[mesh.names.index(axis)] == 0]
+    return [
+        [first + i * stride for i in range(n)]
+        for first in range(mesh.size)
+        if mesh.coordinates(first)[mesh.names.index(axis)] == 0
+    ]
 
 
 def _exchange(target: Any, args: tuple[Any, ...], pieces: list[Tensor]) -> list[Tensor]:
@@ -77,12 +92,13 @@ def _exchange(target: Any, args: tuple[Any, ...], pieces: list[Tensor]) -> list[
 def _local(node: fx.Node, env: dict[fx.Node, Any], traffic: Traffic | None) -> Any:
     """One operator on one rank."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-    if node.target is WAIT:
+    target: Any = node.target
+    if target is WAIT:
         return args[0]
     if traffic is None:
-        return node.target(*args, **kwargs)
+        return target(*args, **kwargs)
     with _CountFlops(traffic):
-        return node.target(*args, **kwargs)
+        return target(*args, **kwargs)
 
 
 def whole_bytes(target: Any, piece: Tensor, n: int) -> int:
@@ -90,7 +106,9 @@ def whole_bytes(target: Any, piece: Tensor, n: int) -> int:
     return piece.nbytes * (n if target in (ALL_GATHER, ALL_TO_ALL) else 1)
 
 
-def run_ranks(module: fx.GraphModule, inputs: Sequence[Sequence[Any]], mesh: Mesh, traffic: Traffic | None = None) -> list[list[Tensor]]:
+def run_ranks(
+    module: fx.GraphModule, inputs: Sequence[Sequence[Any]], mesh: Mesh, traffic: Traffic | None = None
+) -> list[list[Tensor]]:
     """Run ``module`` with ``inputs[rank]`` on every rank of ``mesh``; returns the outputs of every rank."""
     ranks = range(mesh.size)
     env: list[dict[fx.Node, Any]] = [{} for _ in ranks]

@@ -44,8 +44,15 @@ class Specialization:
 def choose(captured: Captured, operators: Operators, plan: Plan) -> tuple[Any, np.ndarray]:
     """The space of a graph and the options that carry ``plan`` to it."""
     optimizer = Workload.from_dict(plan.workload).optimizer
-    space, program = make_program(captured, operators, plan.mesh, Cluster.from_dict(plan.cluster), optimizer,
-                                  plan_pins(operators, plan), float("inf"))
+    space, program = make_program(
+        captured,
+        operators,
+        plan.mesh,
+        Cluster.from_dict(plan.cluster),
+        optimizer,
+        plan_pins(operators, plan),
+        float("inf"),
+    )
     solution = solve(program)
     assert solution is not None  # without a budget the space is never empty
     return space, solution.options
@@ -54,29 +61,42 @@ def choose(captured: Captured, operators: Operators, plan: Plan) -> tuple[Any, n
 def emit(captured: Captured, operators: Operators, assignment: Assignment) -> Specialization:
     """Shard, tag and partition."""
     sharded = shard(captured, operators, assignment)
-    kept = {sharded.coordinates, *(sharded.inputs[p.placeholder] for p in captured.parameters),
-            *(sharded.inputs[b.placeholder] for b in captured.buffers)}
+    kept = {
+        sharded.coordinates,
+        *(sharded.inputs[p.placeholder] for p in captured.parameters),
+        *(sharded.inputs[b.placeholder] for b in captured.buffers),
+    }
     recompute.tag(sharded.module.graph, kept)
     return Specialization(captured, operators, assignment, sharded, partition(sharded))
 
 
-def capture_batch(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool | None = None) -> Captured:
-    """`capture`, with transformers' warnings about tracing kept quiet. InputError if the batch does not fit ``forward``."""
+def capture_batch(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool | None = None
+) -> Captured:
+    """`capture`, with transformers' warnings about tracing kept quiet.
+
+    Raises InputError if the batch does not fit ``forward``, and what `capture` raises.
+    """
     import inspect
 
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
         accepted = ", ".join(inspect.signature(model.forward).parameters)
-        raise InputError(f"the batch does not fit {type(model).__name__}.forward: {error}", expected=f"inputs among {accepted}",
-                         found=", ".join([f"{len(args)} positional"] * bool(args) + list(kwargs)) or "nothing",
-                         change="pass the batch as the model's forward takes it") from None
+        raise InputError(
+            f"the batch does not fit {type(model).__name__}.forward: {error}",
+            expected=f"inputs among {accepted}",
+            found=", ".join([f"{len(args)} positional"] * bool(args) + list(kwargs)) or "nothing",
+            change="pass the batch as the model's forward takes it",
+        ) from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return capture(model, args, kwargs, training=training)
 
 
-def specialize(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool | None = None) -> Specialization:
+def specialize(
+    model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool | None = None
+) -> Specialization:
     """The program that ``plan`` gives for one batch's shapes, in this process alone."""
     captured = capture_batch(model, args, kwargs, training)
     operators = read(captured)

@@ -27,8 +27,8 @@ from autopar.runtime.specialize import Specialization, specialize
 from autopar.sharding.layout import Layout, Mesh
 from autopar.workload import Workload
 
-#: Largest error allowed, by the least precise floating dtype in the graph (DESIGN section 9); 16-bit dtypes are judged
-#: against a float64 run instead.
+#: Largest error allowed, by the least precise floating dtype in the graph (DESIGN section 9); 16-bit dtypes are
+#: judged against a float64 run instead.
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 #: A 16-bit sharded run may be this much further from the float64 original than the 16-bit run of one process.
 HALF_FACTOR = 1.5
@@ -40,10 +40,13 @@ ADAM_FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """``ok`` if every error is within its bound. ``max_error`` and ``worst`` are the largest error (as a multiple of
-    nothing: the error itself) and the tensor it belongs to; ``errors`` all of them. ``gradients`` are the sharded
-    program's of the last step, whole; ``loss`` the first step's; ``flops_share`` the share of the model's FLOPs that one rank
-    did, counted as it ran; ``traffic`` its collectives in one step; ``notes`` what a reader should know."""
+    """How the sharded program compares with eager.
+
+    ``ok`` if every error is within its bound. ``errors`` has the error of every tensor; ``worst`` is the one that is
+    largest against its bound, ``max_error`` its error. ``gradients`` are the sharded program's in the last step,
+    whole, by parameter name; ``loss`` is the first step's; ``flops_share`` the share of the model's FLOPs that one
+    rank did, counted as it ran; ``traffic`` its collectives in one step; ``notes`` what a reader should know.
+    """
 
     ok: bool
     max_error: float
@@ -58,8 +61,11 @@ class VerifyReport:
     notes: tuple[str, ...] = field(default=())
 
     def __str__(self) -> str:
-        head = (f"{'ok' if self.ok else 'DIFFERENT'}: {self.world_size} simulated ranks against eager, largest error "
-                f"{self.max_error:.2g} ({self.worst}), allowed {self.bound:.2g}; one rank does {self.flops_share:.1%} of the FLOPs")
+        head = (
+            f"{'ok' if self.ok else 'DIFFERENT'}: {self.world_size} simulated ranks against eager, largest error "
+            f"{self.max_error:.2g} ({self.worst}), allowed {self.bound:.2g}; "
+            f"one rank does {self.flops_share:.1%} of the FLOPs"
+        )
         return "\n".join([head, *(f"  note: {note}" for note in self.notes)])
 
 
@@ -75,8 +81,12 @@ class _Run:
 def _tangents(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
     """What flows back into each differentiable output: 1 for a loss, fixed random numbers for anything else."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.ones((), dtype=dtype) if not shape else torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-            for shape, dtype in shapes]
+    return [
+        torch.ones((), dtype=dtype)
+        if not shape
+        else torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for shape, dtype in shapes
+    ]
 
 
 def _optimizer(parameters: Iterable[Tensor], name: str) -> torch.optim.Optimizer:
@@ -89,13 +99,22 @@ def _seed(step: int) -> Tensor:
     return torch.tensor([0x5EED, step])
 
 
-def run_eager(model: nn.Module, special: Specialization, args: tuple[Any, ...], kwargs: Mapping[str, Any], optimizer: str,
-              steps: int, dtype: torch.dtype | None = None) -> _Run:
+def run_eager(
+    model: nn.Module,
+    special: Specialization,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    optimizer: str,
+    steps: int,
+    dtype: torch.dtype | None = None,
+) -> _Run:
     """The reference: a copy of the untouched model, in this process, in eager mode."""
     own = copy.deepcopy(model)
     if dtype is not None:
         own = own.to(dtype)
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, dict(kwargs)))
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, dict(kwargs))
+        )
     opt = _optimizer([p for p in own.parameters() if p.requires_grad], optimizer)
     outputs = special.captured.outputs
     results, gradients = [], []
@@ -118,7 +137,9 @@ def _assemble(pieces: list[Tensor], layout: Layout, mesh: Mesh, shape: tuple[int
     whole = pieces[0].new_empty(shape)
     for rank in range(mesh.size):
         layout.local_slice(mesh, whole, rank).copy_(pieces[rank])
-    same = all(torch.equal(layout.local_slice(mesh, whole, r), pieces[r]) or pieces[r].isnan().any() for r in range(mesh.size))
+    same = all(
+        torch.equal(layout.local_slice(mesh, whole, r), pieces[r]) or pieces[r].isnan().any() for r in range(mesh.size)
+    )
     return whole if same else torch.full_like(whole, float("nan"))
 
 
@@ -130,8 +151,13 @@ class _Simulation:
         self.ranks = range(self.mesh.size)
         captured, layouts = special.captured, special.assignment.sources
         named = dict(model.named_parameters(remove_duplicate=False))
-        self.pieces = [{p.name: nn.Parameter(layouts[p.placeholder].local_slice(self.mesh, named[p.name].detach(), r).clone())
-                        for p in captured.parameters} for r in self.ranks]
+        self.pieces = [
+            {
+                p.name: nn.Parameter(layouts[p.placeholder].local_slice(self.mesh, named[p.name].detach(), r).clone())
+                for p in captured.parameters
+            }
+            for r in self.ranks
+        ]
         self.buffers = {special.input_name(b.placeholder): _attribute(model, b.name) for b in captured.buffers}
         trained = [p.name for p in captured.parameters if p.gradient is not None]
         self.optimizers = [_optimizer([pieces[n] for n in trained], optimizer) for pieces in self.pieces]
@@ -143,22 +169,37 @@ class _Simulation:
         common = {**self.buffers, **{special.input_name(n): t for n, t in zip(captured.inputs, tensors, strict=True)}}
         if captured.seed is not None:
             common[special.input_name(captured.seed)] = _seed(number)
-        values = [{**common, special.sharded.coordinates.name: torch.tensor(self.mesh.coordinates(r)),
-                   **{special.input_name(p.placeholder): self.pieces[r][p.name].detach() for p in captured.parameters}} for r in self.ranks]
+        values = [
+            {
+                **common,
+                special.sharded.coordinates.name: torch.tensor(self.mesh.coordinates(r)),
+                **{special.input_name(p.placeholder): self.pieces[r][p.name].detach() for p in captured.parameters},
+            }
+            for r in self.ranks
+        ]
         traffic = self.traffic if number == 0 else None
-        outputs = run_ranks(program.forward, [[v[n] for n in program.forward_inputs] for v in values], self.mesh, traffic)
+        outputs = run_ranks(
+            program.forward, [[v[n] for n in program.forward_inputs] for v in values], self.mesh, traffic
+        )
         for v, out in zip(values, outputs, strict=True):
-            v.update(zip(program.saved, out[program.num_results:], strict=True))
+            v.update(zip(program.saved, out[program.num_results :], strict=True))
         self._tangents(values)
         assert program.backward is not None
-        local = run_ranks(program.backward, [[v[n] for n in program.backward_inputs] for v in values], self.mesh, traffic)
-        results = [_assemble([out[i] for out in outputs], layout, self.mesh, tuple(o.node.meta["val"].shape))
-                   for i, (o, layout) in enumerate(zip(captured.outputs, special.assignment.sinks, strict=False))]
+        local = run_ranks(
+            program.backward, [[v[n] for n in program.backward_inputs] for v in values], self.mesh, traffic
+        )
+        results = [
+            _assemble([out[i] for out in outputs], layout, self.mesh, tuple(o.node.meta["val"].shape))
+            for i, (o, layout) in enumerate(zip(captured.outputs, special.assignment.sinks, strict=False))
+        ]
         return results, self._update(local)
 
     def _tangents(self, values: list[dict[str, Tensor]]) -> None:
-        outputs = [(o, layout) for o, layout in zip(self.special.captured.outputs, self.special.assignment.sinks, strict=False)
-                   if o.tangent is not None]
+        outputs = [
+            (o, layout)
+            for o, layout in zip(self.special.captured.outputs, self.special.assignment.sinks, strict=False)
+            if o.tangent is not None
+        ]
         whole = _tangents((tuple(o.node.meta["val"].shape), o.node.meta["val"].dtype) for o, _ in outputs)
         for (output, layout), tangent in zip(outputs, whole, strict=True):
             assert output.tangent is not None
@@ -169,7 +210,9 @@ class _Simulation:
         trained = [p for p in self.special.captured.parameters if p.gradient is not None]
         whole = {}
         for i, p in enumerate(trained):
-            whole[p.name] = _assemble([g[i] for g in local], self.special.assignment.sources[p.placeholder], self.mesh, p.spec.shape)
+            whole[p.name] = _assemble(
+                [g[i] for g in local], self.special.assignment.sources[p.placeholder], self.mesh, p.spec.shape
+            )
             for r in self.ranks:
                 self.pieces[r][p.name].grad = local[r][i]
         for optimizer in self.optimizers:
@@ -178,13 +221,20 @@ class _Simulation:
 
     def parameters(self) -> dict[str, Tensor]:
         """The whole parameters as they are now."""
-        return {p.name: _assemble([self.pieces[r][p.name].detach() for r in self.ranks], self.special.assignment.sources[p.placeholder],
-                                  self.mesh, p.spec.shape) for p in self.special.captured.parameters}
+        return {
+            p.name: _assemble(
+                [self.pieces[r][p.name].detach() for r in self.ranks],
+                self.special.assignment.sources[p.placeholder],
+                self.mesh,
+                p.spec.shape,
+            )
+            for p in self.special.captured.parameters
+        }
 
 
 def _attribute(model: nn.Module, name: str) -> Tensor:
     path, _, attribute = name.rpartition(".")
-    return getattr(model.get_submodule(path), attribute)  # type: ignore[no-any-return]
+    return getattr(model.get_submodule(path), attribute)
 
 
 def tensor_errors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, float]:
@@ -205,12 +255,18 @@ def _errors(found: _Run, truth: _Run, optimizer: str) -> dict[str, float]:
     """Errors of results, gradients and final parameters, named by kind."""
     errors: dict[str, float] = {}
     for step, (a, b) in enumerate(zip(found.results, truth.results, strict=True)):
-        errors |= {f"result {i} of step {step}": e for i, (x, y) in enumerate(zip(a, b, strict=True)) if y.is_floating_point()
-                   for e in tensor_errors({"": x}, {"": y}).values()}
+        errors |= {
+            f"result {i} of step {step}": e
+            for i, (x, y) in enumerate(zip(a, b, strict=True))
+            if y.is_floating_point()
+            for e in tensor_errors({"": x}, {"": y}).values()
+        }
     for step, (ga, gb) in enumerate(zip(found.gradients, truth.gradients, strict=True)):
         errors |= {f"gradient of {n} in step {step}": e for n, e in tensor_errors(ga, gb).items()}
-    kept = {n: _above_floor(n, truth) if optimizer == "adamw" else torch.ones_like(p, dtype=torch.bool)
-            for n, p in truth.parameters.items()}
+    kept = {
+        n: _above_floor(n, truth) if optimizer == "adamw" else torch.ones_like(p, dtype=torch.bool)
+        for n, p in truth.parameters.items()
+    }
     pa = {n: torch.where(kept[n], found.parameters[n], 0) for n in kept if n in found.parameters}
     pb = {n: torch.where(kept[n], truth.parameters[n], 0) for n in pa}
     return errors | {f"parameter {n} after {len(found.results)} steps": e for n, e in tensor_errors(pa, pb).items()}
@@ -226,8 +282,16 @@ def _above_floor(name: str, truth: _Run) -> Tensor:
     return kept
 
 
-def compare(model: nn.Module, special: Specialization, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, steps: int = 1,
-            optimizer: str = "sgd", notes: tuple[str, ...] = ()) -> VerifyReport:
+def compare(
+    model: nn.Module,
+    special: Specialization,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    steps: int = 1,
+    optimizer: str = "sgd",
+    notes: tuple[str, ...] = (),
+) -> VerifyReport:
     """Run ``special`` on all its ranks and the model in eager mode, ``steps`` optimizer steps each."""
     eager = run_eager(model, special, args, kwargs, optimizer, steps)
     simulation = _Simulation(model, special, optimizer)
@@ -244,16 +308,29 @@ def compare(model: nn.Module, special: Specialization, args: tuple[Any, ...], kw
     else:
         exact = run_eager(model, special, args, kwargs, optimizer, steps, torch.float64)
         errors, ratios, bound = _half_errors(run, eager, exact, optimizer)
-    worst = max(ratios, key=lambda n: (math.inf if math.isnan(ratios[n]) else ratios[n]))
+    worst = max(ratios, key=lambda n: math.inf if math.isnan(ratios[n]) else ratios[n])
     flops = sum(op.flops for op in special.operators)
     loss = next((float(r) for r in results[0] if r.dim() == 0), None)
-    return VerifyReport(all(r <= 1.0 for r in ratios.values()), errors[worst], worst, bound, errors, gradients[-1], loss,
-                        simulation.traffic.flops / flops if flops else 1.0, simulation.traffic, special.assignment.mesh.size, notes)
+    return VerifyReport(
+        all(r <= 1.0 for r in ratios.values()),
+        errors[worst],
+        worst,
+        bound,
+        errors,
+        gradients[-1],
+        loss,
+        simulation.traffic.flops / flops if flops else 1.0,
+        simulation.traffic,
+        special.assignment.mesh.size,
+        notes,
+    )
 
 
-def _half_errors(run: _Run, eager: _Run, exact: _Run, optimizer: str) -> tuple[dict[str, float], dict[str, float], float]:
-    """16-bit: the error against float64, as a multiple of what the one-process 16-bit run may have. A tensor on which that
-    run happens to be lucky is granted the median error of its kind."""
+def _half_errors(
+    run: _Run, eager: _Run, exact: _Run, optimizer: str
+) -> tuple[dict[str, float], dict[str, float], float]:
+    """16-bit: the error against float64, as a multiple of what the one-process 16-bit run may have. A tensor on which
+    that run happens to be lucky is granted the median error of its kind."""
     mine, theirs = _errors(run, exact, optimizer), _errors(eager, exact, optimizer)
     kinds: dict[str, list[float]] = {}
     for name, e in theirs.items():
@@ -272,10 +349,14 @@ def _least_precise(special: Specialization) -> torch.dtype:
     return min(found, key=lambda d: -torch.finfo(d).eps, default=torch.float32)
 
 
-def verify_plan(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, steps: int = 1) -> VerifyReport:
+def verify_plan(
+    model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, steps: int = 1
+) -> VerifyReport:
     """Carry ``plan`` to ``model``, simulate all its ranks on the batch, and compare with eager."""
     if steps < 1:
-        raise InputError("nothing to verify", expected="steps of at least 1", found=str(steps), change="pass steps=1 or more")
+        raise InputError(
+            "nothing to verify", expected="steps of at least 1", found=str(steps), change="pass steps=1 or more"
+        )
     whole = materialize(model) if is_meta(model) else model
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: _real(t, whole), (args, dict(kwargs)))
     special = specialize(whole, plan, args, kwargs)
@@ -283,8 +364,15 @@ def verify_plan(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: Map
     notes = []
     if {n: p.shape for n, p in plan.parameters.items()} != {p.name: p.spec.shape for p in special.captured.parameters}:
         notes.append(f"the plan was made for another model ({plan.model}); its decisions were carried over by name")
-    return compare(whole, special, args, kwargs, steps=steps, optimizer=optimizer if optimizer in LEARNING_RATE else "sgd",
-                   notes=tuple(notes))
+    return compare(
+        whole,
+        special,
+        args,
+        kwargs,
+        steps=steps,
+        optimizer=optimizer if optimizer in LEARNING_RATE else "sgd",
+        notes=tuple(notes),
+    )
 
 
 def _real(tensor: Tensor, model: nn.Module) -> Tensor:

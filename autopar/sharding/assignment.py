@@ -57,8 +57,9 @@ class Router:
     mesh: Mesh
     have: dict[tuple[Value, bool], list[Layout]] = field(default_factory=dict)
 
-    def route(self, value: Value, spec: TensorSpec, backward: bool, own: Layout, alias: Layout | None,
-              wanted: Layout) -> list[Transfer]:
+    def route(
+        self, value: Value, spec: TensorSpec, backward: bool, own: Layout, alias: Layout | None, wanted: Layout
+    ) -> list[Transfer]:
         """The redistributions needed so that ``value``, produced in layout ``own``, exists in layout ``wanted``."""
         have = self.have.setdefault((value, backward), [own])
         transfers = []
@@ -83,7 +84,7 @@ def result_layouts(operators: Operators, assignment: Assignment) -> dict[Value, 
     return found
 
 
-def transfers(operators: Operators, outputs: list[tuple[Value | None, bool]], assignment: Assignment) -> Iterator[Transfer]:
+def transfers(operators: Operators, outputs: list[tuple[Value, bool]], assignment: Assignment) -> Iterator[Transfer]:
     """Every redistribution of an assignment, in the order in which the shard pass emits it. ``outputs`` are the values
     of the graph's outputs with their direction."""
     produced = result_layouts(operators, assignment)
@@ -94,5 +95,4 @@ def transfers(operators: Operators, outputs: list[tuple[Value | None, bool]], as
             alias = assignment.aliases.get(AliasKey(value, op.backward, op.block))
             yield from router.route(value, operators.specs[value], op.backward, produced[value], alias, layout)
     for (value, backward), layout in zip(outputs, assignment.sinks, strict=True):
-        if value is not None:
-            yield from router.route(value, operators.specs[value], backward, produced[value], None, layout)
+        yield from router.route(value, operators.specs[value], backward, produced[value], None, layout)

@@ -47,7 +47,7 @@ class Mesh:
 
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours on ``axis``."""
-        return math.prod(self.sizes[self.names.index(axis) + 1:])
+        return math.prod(self.sizes[self.names.index(axis) + 1 :])
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Coordinates of ``rank``, one an axis."""
@@ -74,8 +74,8 @@ class TensorSpec:
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """``dims[d]`` are the axes that split dim ``d``, outermost first; ``partial`` the (axis, reduction) pairs over which
-    the pieces still have to be reduced, sorted by axis. An axis named nowhere holds replicas."""
+    """``dims[d]`` are the axes that split dim ``d``, outermost first; ``partial`` the (axis, reduction) pairs over
+    which the pieces still have to be reduced, sorted by axis. An axis named nowhere holds replicas."""
 
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[tuple[str, str], ...] = ()

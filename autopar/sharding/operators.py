@@ -19,12 +19,28 @@ from autopar.sharding.rules import replicated_rule, rule_for
 aten = torch.ops.aten
 
 #: Operators whose result shares the storage of their first operand: no time, no memory of their own.
-VIEWS = frozenset({
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
-    aten.permute.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
-    aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default,
-    aten.unbind.int, aten.detach.default, aten.alias.default,
-})
+VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unbind.int,
+        aten.detach.default,
+        aten.alias.default,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +70,7 @@ class Operator:
     @property
     def block(self) -> str | None:
         """Path of its block."""
-        return self.node.meta["block"]  # type: ignore[no-any-return]
+        return self.node.meta["block"]
 
     @property
     def is_view(self) -> bool:
@@ -115,8 +131,11 @@ def flops_of(call: OpCall, rule: Rule) -> float:
     metas = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in call.operands]
     from autopar.sharding.rule import Arg
 
-    args, kwargs = pytree.tree_map(lambda a: metas[a.index] if isinstance(a, Arg) else a, (call.args, dict(call.kwargs)),
-                                   is_leaf=lambda a: isinstance(a, Arg))
+    args, kwargs = pytree.tree_map(
+        lambda a: metas[a.index] if isinstance(a, Arg) else a,
+        (call.args, dict(call.kwargs)),
+        is_leaf=lambda a: isinstance(a, Arg),
+    )
     outs = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in call.results]
     return float(formula(*args, **kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
 
@@ -130,23 +149,34 @@ def read_operator(node: fx.Node) -> Operator:
     return Operator(node, call, rule, tuple(value_of(leaf) for leaf in leaves), found is not None, flops_of(call, rule))
 
 
-def _follow_batch(by_node: dict[fx.Node, Operator], batch_dims: dict[Value, frozenset[int]]) -> dict[fx.Node, frozenset[str]]:
+def _follow_batch(
+    by_node: dict[fx.Node, Operator], batch_dims: dict[Value, frozenset[int]]
+) -> dict[fx.Node, frozenset[str]]:
     """Follow the batch from the placeholders in ``batch_dims`` (filled for all other values) through the rules."""
     batch_factors: dict[fx.Node, frozenset[str]] = {}
     for node, op in by_node.items():
-        batch = {factors[0] for value, dims in zip(op.operands, op.rule.operands, strict=True)
-                 for d, factors in enumerate(dims) if factors and d in batch_dims[value]}
+        batch = {
+            factors[0]
+            for value, dims in zip(op.operands, op.rule.operands, strict=True)
+            for d, factors in enumerate(dims)
+            if factors and d in batch_dims[value]
+        }
         batch_factors[node] = frozenset(batch)
         for i, dims in enumerate(op.rule.results):
             batch_dims[Value(node, i)] = frozenset(d for d, f in enumerate(dims) if f and f[0] in batch)
     return batch_factors
 
 
-def read_operators(graph: fx.Graph, batch_inputs: Mapping[fx.Node, int], tangents: Mapping[fx.Node, fx.Node]) -> Operators:
+def read_operators(
+    graph: fx.Graph, batch_inputs: Mapping[fx.Node, int], tangents: Mapping[fx.Node, fx.Node]
+) -> Operators:
     """Read a labelled graph. ``batch_inputs`` gives the batch dim of the placeholders that have one, ``tangents`` the
     output that each tangent placeholder belongs to (whose batch it shares)."""
-    by_node = {node: read_operator(node) for node in graph.nodes
-               if node.op == "call_function" and node.target is not operator.getitem}
+    by_node = {
+        node: read_operator(node)
+        for node in graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem
+    }
     placeholders = {node: spec for node in graph.find_nodes(op="placeholder") if (spec := _spec(node)) is not None}
     specs = {Value(node): spec for node, spec in placeholders.items()}
     consumers: dict[Value, list[tuple[fx.Node, int]]] = {}

@@ -38,7 +38,7 @@ class Step:
 
 
 def _with_dim(layout: Layout, dim: int, axes: tuple[str, ...]) -> Layout:
-    return Layout(layout.dims[:dim] + (axes,) + layout.dims[dim + 1:], layout.partial)
+    return Layout((*layout.dims[:dim], axes, *layout.dims[dim + 1 :]), layout.partial)
 
 
 def _moves(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Step]:
@@ -96,7 +96,9 @@ def _charge(step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int) -> fl
 
 
 @functools.lru_cache(maxsize=100_000)
-def _paths_from(source: Layout, mesh: Mesh, shape: tuple[int, ...], itemsize: int) -> dict[Layout, tuple[float, Step | None]]:
+def _paths_from(
+    source: Layout, mesh: Mesh, shape: tuple[int, ...], itemsize: int
+) -> dict[Layout, tuple[float, Step | None]]:
     """Dijkstra from ``source``: for every reachable layout its charge and the last step to it."""
     best: dict[Layout, tuple[float, Step | None]] = {source: (0.0, None)}
     queue: list[tuple[float, Layout]] = [(0.0, source)]
@@ -114,7 +116,9 @@ def _paths_from(source: Layout, mesh: Mesh, shape: tuple[int, ...], itemsize: in
     return best
 
 
-def redistribution(source: Layout, target: Layout, mesh: Mesh, shape: tuple[int, ...], itemsize: int) -> tuple[Step, ...] | None:
+def redistribution(
+    source: Layout, target: Layout, mesh: Mesh, shape: tuple[int, ...], itemsize: int
+) -> tuple[Step, ...] | None:
     """The cheapest steps from ``source`` to ``target`` for a tensor of global ``shape``; () if they are equal, None if
     there is no way (a ``partial`` cannot be made, and pieces must have equal shapes)."""
     if source == target:

@@ -79,8 +79,9 @@ class Local:
 
     def substitute(self, value: Any) -> Any:
         """``value`` with every `Arg` replaced by the local operand."""
-        return pytree.tree_map(lambda a: self.operands[a.index] if isinstance(a, Arg) else a, value,
-                               is_leaf=lambda a: isinstance(a, Arg))
+        return pytree.tree_map(
+            lambda a: self.operands[a.index] if isinstance(a, Arg) else a, value, is_leaf=lambda a: isinstance(a, Arg)
+        )
 
     def default(self, **replaced: Any) -> Any:
         """The same operator on the local pieces; ``replaced`` gives arguments by position (``arg1=...``) or name."""
@@ -120,23 +121,38 @@ def _parse(annotation: str) -> tuple[list[Dims], list[Dims]]:
     return ([term(t) for t in left.split(",")] if left.strip() else []), [term(t) for t in right.split(",")]
 
 
-def rule(call: OpCall, annotation: str, *, reduced: Mapping[str, str] | None = None, fixed: Sequence[str] = (),
-         sizes: Mapping[str, int] | None = None, linear: Sequence[Sequence[int]] = (),
-         localize: Localize | None = None) -> Rule:
+def rule(
+    call: OpCall,
+    annotation: str,
+    *,
+    reduced: Mapping[str, str] | None = None,
+    fixed: Sequence[str] = (),
+    sizes: Mapping[str, int] | None = None,
+    linear: Sequence[Sequence[int]] = (),
+    localize: Localize | None = None,
+) -> Rule:
     """Build the rule of ``call`` from an annotation (see the module's docstring).
 
     Sizes of factors that stand alone in a dim come from the specs; one factor of each compound may be left out of
     ``sizes`` and is derived. Raises ValueError if the annotation does not fit the call.
     """
     operands, results = _parse(annotation)
-    return make_rule(call, operands, results, reduced=reduced, fixed=fixed, sizes=sizes, linear=linear,
-                     localize=localize)
+    return make_rule(
+        call, operands, results, reduced=reduced, fixed=fixed, sizes=sizes, linear=linear, localize=localize
+    )
 
 
-def make_rule(call: OpCall, operands: Sequence[Dims], results: Sequence[Dims], *,
-              reduced: Mapping[str, str] | None = None, fixed: Sequence[str] = (),
-              sizes: Mapping[str, int] | None = None, linear: Sequence[Sequence[int]] = (),
-              localize: Localize | None = None) -> Rule:
+def make_rule(
+    call: OpCall,
+    operands: Sequence[Dims],
+    results: Sequence[Dims],
+    *,
+    reduced: Mapping[str, str] | None = None,
+    fixed: Sequence[str] = (),
+    sizes: Mapping[str, int] | None = None,
+    linear: Sequence[Sequence[int]] = (),
+    localize: Localize | None = None,
+) -> Rule:
     """`rule` for factors already given by dim."""
     reduced = dict(reduced or {})
     known = dict(sizes or {})
@@ -158,8 +174,15 @@ def make_rule(call: OpCall, operands: Sequence[Dims], results: Sequence[Dims], *
     lost = {f for dims in operands for factors in dims for f in factors} - in_results - set(reduced) - set(fixed)
     if lost:
         raise ValueError(f"{call.target}: factors {sorted(lost)} are in no result and not declared reduced or fixed")
-    return Rule(known, reduced, frozenset(fixed), tuple(operands), tuple(results),
-                tuple(frozenset(group) for group in linear), localize)
+    return Rule(
+        known,
+        reduced,
+        frozenset(fixed),
+        tuple(operands),
+        tuple(results),
+        tuple(frozenset(group) for group in linear),
+        localize,
+    )
 
 
 @dataclass(frozen=True)
@@ -210,8 +233,9 @@ def is_valid(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     return len(ops) <= 1
 
 
-def strategies(rule: Rule, mesh: Mesh,
-               allowed: Callable[[str, Choice], bool] = lambda axis, choice: True) -> list[Strategy]:
+def strategies(
+    rule: Rule, mesh: Mesh, allowed: Callable[[str, Choice], bool] = lambda axis, choice: True
+) -> list[Strategy]:
     """Every valid strategy whose choice on each axis is ``allowed(axis, choice)``; all replicated comes first."""
     every = choices(rule)
     per_axis = [[c for c in every if allowed(axis, c)] for axis in mesh.names]
@@ -236,8 +260,13 @@ def layouts(rule: Rule, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Layout, .
         return tuple(sorted(pairs))
 
     def passed(index: int) -> tuple[tuple[str, str], ...]:
-        return tuple(sorted((axis, "sum") for axis, choice in zip(mesh.names, strategy, strict=True)
-                            if choice.linear is not None and index in choice.linear))
+        return tuple(
+            sorted(
+                (axis, "sum")
+                for axis, choice in zip(mesh.names, strategy, strict=True)
+                if choice.linear is not None and index in choice.linear
+            )
+        )
 
     ins = tuple(Layout(dims(t), passed(i)) for i, t in enumerate(rule.operands))
     outs = tuple(Layout(dims(t), owed(t)) for t in rule.results)
@@ -254,8 +283,13 @@ def run_local(rule: Rule, local: Local) -> Any:
     return rule.localize(local) if rule.localize is not None else local.default()
 
 
-def op_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[TensorSpec],
-            spec_of: Callable[[Any], TensorSpec | None]) -> tuple[OpCall, list[Any]]:
+def op_call(
+    target: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    results: Sequence[TensorSpec],
+    spec_of: Callable[[Any], TensorSpec | None],
+) -> tuple[OpCall, list[Any]]:
     """A call as an `OpCall`, and the leaves that are its operands, in order.
 
     ``spec_of(leaf)`` is the spec of a tensor among the arguments (a tensor, an ``fx.Node``, ...), else None.

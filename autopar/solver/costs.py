@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,19 +21,19 @@ from autopar.cost_model.memory import state_formulas
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value
 from autopar.sharding.redistribute import Step, redistribution, whole_elements
-from autopar.sharding.rule import layouts, work_share
+from autopar.sharding.rule import Strategy, layouts, work_share
 from autopar.solver.program import Edge, Floats, Program
 from autopar.solver.space import Flow, Space
 
 
 @functools.cache
-def _state_function(optimizer: str) -> dict[str, object]:
+def _state_functions(optimizer: str) -> dict[str, Callable[[int, int], float]]:
     return {what: sympy.lambdify(STATE_SYMBOLS, formula, "math") for what, formula in state_formulas(optimizer).items()}
 
 
 def state_bytes(numel: int, dtype: torch.dtype, optimizer: str, trained: bool = True) -> dict[str, float]:
     """Bytes of a (piece of a) parameter, its gradient and its optimizer state, cost_model.memory's formulas."""
-    found = {what: float(f(numel, dtype.itemsize)) for what, f in _state_function(optimizer).items()}  # type: ignore[operator]
+    found = {what: float(f(numel, dtype.itemsize)) for what, f in _state_functions(optimizer).items()}
     return found if trained else {"parameters": found["parameters"], "gradients": 0.0, "optimizer": 0.0}
 
 
@@ -65,8 +65,13 @@ class Prices:
         """The edge of a flow, by distinct layouts on both sides."""
         rows, columns = sorted(set(flow.offered)), sorted(set(flow.wanted))
         cost = np.array([[self.redistribution_seconds(r, c, flow.spec) for c in columns] for r in rows])
-        return Edge(flow.source, flow.target, np.array([rows.index(x) for x in flow.offered]),
-                    np.array([columns.index(x) for x in flow.wanted]), cost)
+        return Edge(
+            flow.source,
+            flow.target,
+            np.array([rows.index(x) for x in flow.offered]),
+            np.array([columns.index(x) for x in flow.wanted]),
+            cost,
+        )
 
     def work_seconds(self, work: list[tuple[float, float, torch.dtype]]) -> Floats:
         """Seconds of local operators given as (FLOPs, bytes moved, dtype)."""
@@ -80,7 +85,7 @@ class Prices:
         return found
 
 
-def local_work(op: Operator, operators: Operators, mesh: Mesh, strategy: tuple) -> tuple[float, float, torch.dtype]:  # type: ignore[type-arg]
+def local_work(op: Operator, operators: Operators, mesh: Mesh, strategy: Strategy) -> tuple[float, float, torch.dtype]:
     """FLOPs, bytes moved and dtype of one rank's part of an operator; a view moves nothing."""
     dtype = op.call.results[0].dtype if op.call.results else torch.float32
     if op.is_view:
@@ -141,8 +146,8 @@ def memory_by_option(space: Space, captured: Captured, operators: Operators, opt
             memory[d][k] += sum(state_bytes(local, p.spec.dtype, optimizer, p.gradient is not None).values())
     for value in saved_values(captured, operators):
         op = operators.by_node[value.node]
-        d, chosen = space.of_node[value.node]
-        for k, strategy in enumerate(chosen):
+        d, strategies = space.of_node[value.node]
+        for k, strategy in enumerate(strategies):
             out = layouts(op.rule, strategy, space.mesh)[1][value.index]
             memory[d][k] += out.local_bytes(space.mesh, operators.specs[value])
     return memory
@@ -153,7 +158,9 @@ def _merged(edges: Iterable[tuple[Edge, int]]) -> list[Edge]:
     return [Edge(e.source, e.target, e.source_class, e.target_class, e.cost * count) for e, count in edges]
 
 
-def price(space: Space, captured: Captured, operators: Operators, prices: Prices, optimizer: str, budget: float) -> Program:
+def price(
+    space: Space, captured: Captured, operators: Operators, prices: Prices, optimizer: str, budget: float
+) -> Program:
     """The integer program of a space."""
     seconds = _operator_seconds(space, operators, prices)
     memory = memory_by_option(space, captured, operators, optimizer)

@@ -7,6 +7,7 @@ layout and column sums equal to the chosen target layout, which makes the linear
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,8 +21,8 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor that flows between two decisions. ``source_class[k]`` is the row of ``cost`` (seconds, inf where there is
-    no way) for option k of ``source``, ``target_class`` the column."""
+    """A tensor that flows between two decisions. ``source_class[k]`` is the row of ``cost`` (seconds, inf where there
+    is no way) for option k of ``source``, ``target_class`` the column."""
 
     source: int
     target: int
@@ -107,7 +108,10 @@ def _assemble(program: Program) -> tuple[model_pb2.ModelProto, Ints]:
         total += len(i)
         cost.append(edge.cost[i, j])
         upper.append(np.ones(len(i)))
-        for which, classes, decision, side in ((i, edge.source_class, edge.source, 0), (j, edge.target_class, edge.target, 1)):
+        for which, classes, decision, side in (
+            (i, edge.source_class, edge.source, 0),
+            (j, edge.target_class, edge.target, 1),
+        ):
             row = rows.new(np.zeros(edge.cost.shape[side]))
             rows.add(row + which, y, np.ones(len(y)))
             rows.add(row + classes, first[decision] + np.arange(len(classes)), -np.ones(len(classes)))
@@ -173,7 +177,7 @@ def solve(program: Program) -> Solution | None:
     values, bound = _run(proto)
     if values is None:
         return None
-    decisions = values[:first[-1]]
+    decisions = values[: first[-1]]
     branched = bool((np.abs(decisions - np.round(decisions)) > 1e-6).any())
     if branched:
         for i in range(int(first[-1])):
@@ -181,7 +185,7 @@ def solve(program: Program) -> Solution | None:
         values, bound = _run(proto)
         if values is None:
             return None
-        decisions = values[:first[-1]]
-    options = np.array([int(np.argmax(decisions[a:b])) for a, b in zip(first[:-1], first[1:], strict=True)], dtype=np.int64)
+        decisions = values[: first[-1]]
+    options = np.array([int(np.argmax(decisions[a:b])) for a, b in itertools.pairwise(first)], dtype=np.int64)
     value, memory = evaluate(program, options)
     return Solution(options, value, memory, bound, len(proto.variables.ids), branched)

@@ -24,8 +24,10 @@ from autopar.solver.spmd import Solved, make_program, read, solve_mesh
 from autopar.workload import Workload
 
 #: What `Plan.gap` is a bound over.
-GAP_SPACE = ("all meshes dp x tp; batch over dp; matrix products and attention split on every axis, weights over tp; "
-             "other operators follow an operand; equal blocks alike")
+GAP_SPACE = (
+    "all meshes dp x tp; batch over dp; matrix products and attention split on every axis, weights over tp; "
+    "other operators follow an operand; equal blocks alike"
+)
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,13 @@ class _Task:
 
     def least_memory(self, mesh: Mesh, pins: Pins) -> float:
         """The fewest bytes a device that any assignment on ``mesh`` needs."""
-        _, program = make_program(self.captured, self.operators, mesh, self.cluster, self.workload.optimizer, pins, np.inf)
+        _, program = make_program(
+            self.captured, self.operators, mesh, self.cluster, self.workload.optimizer, pins, np.inf
+        )
         # Only bytes count; where there is no way between two layouts there still is none.
-        program.seconds = [np.where(np.isfinite(s), m * 1e-9, s) for s, m in zip(program.seconds, program.memory, strict=True)]
+        program.seconds = [
+            np.where(np.isfinite(s), m * 1e-9, s) for s, m in zip(program.seconds, program.memory, strict=True)
+        ]
         program.edges = [replace(e, cost=np.where(np.isfinite(e.cost), 0.0, np.inf)) for e in program.edges]
         solution = solve(program)
         return float("inf") if solution is None else solution.memory
@@ -90,8 +96,11 @@ def search(model: nn.Module, captured: Captured, cluster: Cluster, workload: Wor
 def _alternative(best: Solved, other: Solved, budget: float) -> Alternative:
     """Why a solved candidate lost."""
     ratio = other.step_time / best.step_time
-    parts = [f"{kind} {_change(other.breakdown[kind], best.breakdown[kind])}" for kind in ("compute", "exposed communication")
-             if abs(other.breakdown[kind] - best.breakdown[kind]) > 0.005 * best.step_time]
+    parts = [
+        f"{kind} {_change(other.breakdown[kind], best.breakdown[kind])}"
+        for kind in ("compute", "exposed communication")
+        if abs(other.breakdown[kind] - best.breakdown[kind]) > 0.005 * best.step_time
+    ]
     reason = f"{ratio:.2f}x the time" + (f": {', '.join(parts)}" if parts else "")
     if other.peak_memory > budget:
         reason = f"needs {(other.peak_memory - budget) / 2**30:.2f} GiB more than fits"
@@ -107,38 +116,76 @@ def _unfit(task: _Task, mesh: Mesh, pins: Pins, budget: float) -> Alternative:
     solved = task.solve(mesh, pins, float("inf"))
     assert solved is not None  # without a budget the replicated assignment is always there
     least = task.least_memory(mesh, pins)
-    return Alternative(dict(mesh.axes), solved.zero, solved.step_time, solved.peak_memory,
-                       f"needs {(least - budget) / 2**30:.2f} GiB more than fits")
+    return Alternative(
+        dict(mesh.axes),
+        solved.zero,
+        solved.step_time,
+        solved.peak_memory,
+        f"needs {(least - budget) / 2**30:.2f} GiB more than fits",
+    )
 
 
 def _does_not_fit(task: _Task, hints: Hints, pins: Pins, budget: float) -> InfeasibleError:
     """Which budget, by how many bytes, and the nearest plan that would fit."""
+
     def describe(mesh: Mesh, least: float) -> str:
         return f"{', '.join(f'{a}={n}' for a, n in mesh.axes)} with {least / 2**30:.3f} GiB ({int(least)} bytes)"
 
     least, mesh = min(((task.least_memory(m, pins), m) for m in meshes(task.cluster.size, hints)), key=lambda c: c[0])
-    free = min(((task.least_memory(m, Pins(zero=3)), m) for m in meshes(task.cluster.size, Hints())), key=lambda c: c[0])
-    source = "the hint memory_limit" if hints.memory_bytes and hints.memory_bytes <= budget else f"one {task.cluster.device.name}"
+    free = min(
+        ((task.least_memory(m, Pins(zero=3)), m) for m in meshes(task.cluster.size, Hints())), key=lambda c: c[0]
+    )
+    source = (
+        "the hint memory_limit"
+        if hints.memory_bytes and hints.memory_bytes <= budget
+        else f"one {task.cluster.device.name}"
+    )
     if free[0] <= budget:
         change = f"drop hints: {describe(free[1], free[0])} and zero=3 fits"
     else:
-        change = (f"raise the limit to {int(min(least, free[0]))} bytes, take more devices, or a smaller batch or sequence; "
-                  f"the plan nearest to fitting is {describe(*((mesh, least) if least <= free[0] else (free[1], free[0])))}")
-    return InfeasibleError("no plan fits into the memory of a device", expected=f"at most {int(budget)} bytes a device ({source})",
-                           found=f"{int(least - budget)} bytes ({(least - budget) / 2**30:.3f} GiB) too many: the smallest plan that "
-                                 f"the hints allow is {describe(mesh, least)}", change=change)
+        change = (
+            f"raise the limit to {int(min(least, free[0]))} bytes, take more devices, or a smaller batch or sequence; "
+            f"the plan nearest to fitting is {describe(*((mesh, least) if least <= free[0] else (free[1], free[0])))}"
+        )
+    return InfeasibleError(
+        "no plan fits into the memory of a device",
+        expected=f"at most {int(budget)} bytes a device ({source})",
+        found=f"{int(least - budget)} bytes ({(least - budget) / 2**30:.3f} GiB) too many: the smallest plan that "
+        f"the hints allow is {describe(mesh, least)}",
+        change=change,
+    )
 
 
-def _plan(model: nn.Module, task: _Task, hints: Hints, best: Solved, alternatives: tuple[Alternative, ...], bound: float) -> Plan:
+def _plan(
+    model: nn.Module, task: _Task, hints: Hints, best: Solved, alternatives: tuple[Alternative, ...], bound: float
+) -> Plan:
     degrees = dict(best.mesh.axes)
     batch = task.workload.global_batch or 1
-    parameters = {p.name: ParameterPlan(p.spec.shape, best.assignment.sources[p.placeholder]) for p in task.captured.parameters}
+    parameters = {
+        p.name: ParameterPlan(p.spec.shape, best.assignment.sources[p.placeholder]) for p in task.captured.parameters
+    }
     return Plan(
-        model=type(model).__name__, structure=structure_hash((name, p.shape) for name, p in parameters.items()),
-        degrees=degrees, zero=best.zero, micro_batch_size=max(1, batch // degrees["dp"]), num_micro_batches=1, schedule=None,
-        recompute="none", step_time=best.step_time, breakdown=best.breakdown, memory=best.memory,
-        gap=max(0.0, best.step_time / bound - 1.0) if bound > 0 else 0.0, gap_space=GAP_SPACE, parameters=parameters,
+        model=type(model).__name__,
+        structure=structure_hash((name, p.shape) for name, p in parameters.items()),
+        degrees=degrees,
+        zero=best.zero,
+        micro_batch_size=max(1, batch // degrees["dp"]),
+        num_micro_batches=1,
+        schedule=None,
+        recompute="none",
+        step_time=best.step_time,
+        breakdown=best.breakdown,
+        memory=best.memory,
+        gap=max(0.0, best.step_time / bound - 1.0) if bound > 0 else 0.0,
+        gap_space=GAP_SPACE,
+        parameters=parameters,
         operators=operator_choices(task.operators, best.assignment),
-        layers=describe_layers(task.captured, task.operators, best.assignment), collectives=best.collectives,
-        replicated=describe_replicated(task.operators, best.assignment), alternatives=alternatives,
-        cluster=task.cluster.to_dict(), workload=task.workload.to_dict(), hints=hints.to_dict(), flops_share=best.flops_share)
+        layers=describe_layers(task.captured, task.operators, best.assignment),
+        collectives=best.collectives,
+        replicated=describe_replicated(task.operators, best.assignment),
+        alternatives=alternatives,
+        cluster=task.cluster.to_dict(),
+        workload=task.workload.to_dict(),
+        hints=hints.to_dict(),
+        flops_share=best.flops_share,
+    )

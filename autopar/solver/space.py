@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-import torch
 from torch import fx
 
 from autopar.capture.blocks import block_path
@@ -89,9 +86,9 @@ class Space:
         )
 
 
-def output_values(captured: Captured) -> list[tuple[Value | None, bool]]:
+def output_values(captured: Captured) -> list[tuple[Value, bool]]:
     """The values of the graph's outputs with their direction: results first, then gradients."""
-    found: list[tuple[Value | None, bool]] = [(value_of(o.node), False) for o in captured.outputs]
+    found = [(value_of(o.node), False) for o in captured.outputs]
     return found + [(value_of(p.gradient), True) for p in captured.parameters if p.gradient is not None]
 
 
@@ -134,7 +131,9 @@ class SpaceBuilder:
                     self.canon[node] = first
                     if node not in self.operators.by_node:
                         continue
-                    pairs = zip(self.operators.by_node[node].operands, self.operators.by_node[first].operands, strict=True)
+                    pairs = zip(
+                        self.operators.by_node[node].operands, self.operators.by_node[first].operands, strict=True
+                    )
                     for value, counterpart in pairs:
                         p = self.parameter_of.get(value.node)
                         if p is not None and block_path(p.name) == path and counterpart.node in self.parameter_of:
@@ -208,7 +207,7 @@ class SpaceBuilder:
         free = [d for d in range(len(shape)) if not base.dims[d]] + [d for d in range(len(shape)) if base.dims[d]]
         for d in free:
             if shape[d] > 0 and shape[d] % (base.splits(self.mesh, d) * n) == 0:
-                return Layout((*base.dims[:d], (*base.dims[d], DATA_AXIS), *base.dims[d + 1:]))
+                return Layout((*base.dims[:d], (*base.dims[d], DATA_AXIS), *base.dims[d + 1 :]))
         return None
 
     # -- operators --------------------------------------------------------------------------------------------------
@@ -245,14 +244,29 @@ class SpaceBuilder:
         """Heavy operators are split on as many axes as possible; and an axis other than the data axis splits a factor
         of the weight where one divides, since splitting the batch is what the data axis is for."""
         most = max(sum(c.factor is not None and n > 1 for c, n in zip(s, self.mesh.sizes, strict=True)) for s in every)
-        kept = [s for s in every
-                if sum(c.factor is not None and n > 1 for c, n in zip(s, self.mesh.sizes, strict=True)) == most]
-        weight = {f for i, value in enumerate(op.operands) if self._is_weight(value)
-                  for factors in op.rule.operands[i] for f in factors}
+        kept = [
+            s
+            for s in every
+            if sum(c.factor is not None and n > 1 for c, n in zip(s, self.mesh.sizes, strict=True)) == most
+        ]
+        weight = {
+            f
+            for i, value in enumerate(op.operands)
+            if self._is_weight(value)
+            for factors in op.rule.operands[i]
+            for f in factors
+        }
         if not weight:
             return kept
-        by_weight = [s for s in kept if all(c.factor in weight for (axis, n), c in zip(self.mesh.axes, s, strict=True)
-                                            if axis != DATA_AXIS and n > 1 and c.factor is not None)]
+        by_weight = [
+            s
+            for s in kept
+            if all(
+                c.factor in weight
+                for (axis, n), c in zip(self.mesh.axes, s, strict=True)
+                if axis != DATA_AXIS and n > 1 and c.factor is not None
+            )
+        ]
         return by_weight or kept
 
     def _is_weight(self, value: Value) -> bool:
@@ -354,7 +368,8 @@ class SpaceBuilder:
                 self._flow(self._produced(value), sink, self.operators.specs[value])
 
 
-def build_space(captured: Captured, operators: Operators, mesh: Mesh, pins: Pins | None = None, *,
-                axes_split_all: bool = False) -> Space:
+def build_space(
+    captured: Captured, operators: Operators, mesh: Mesh, pins: Pins | None = None, *, axes_split_all: bool = False
+) -> Space:
     """The decisions of a captured graph on ``mesh``. ``axes_split_all`` lets the data axis split any factor."""
     return SpaceBuilder(captured, operators, mesh, pins or Pins(), axes_split_all).build()

@@ -50,19 +50,30 @@ class Solved:
 
 def read(captured: Captured) -> Operators:
     """The operators of a captured graph; the batch is dim 0 of every input that has dims."""
-    return read_operators(captured.graph, {node: 0 for node in captured.inputs if node.meta["val"].dim() > 0},
-                          {o.tangent: o.node for o in captured.outputs if o.tangent is not None})
+    return read_operators(
+        captured.graph,
+        {node: 0 for node in captured.inputs if node.meta["val"].dim() > 0},
+        {o.tangent: o.node for o in captured.outputs if o.tangent is not None},
+    )
 
 
-def make_program(captured: Captured, operators: Operators, mesh: Mesh, cluster: Cluster, optimizer: str, pins: Pins,
-                 budget: float) -> tuple[Space, Program]:
+def make_program(
+    captured: Captured, operators: Operators, mesh: Mesh, cluster: Cluster, optimizer: str, pins: Pins, budget: float
+) -> tuple[Space, Program]:
     """The space of one mesh and its integer program."""
     space = build_space(captured, operators, mesh, pins)
     return space, price(space, captured, operators, Prices(cluster, mesh), optimizer, budget)
 
 
-def solve_mesh(captured: Captured, operators: Operators, mesh: Mesh, cluster: Cluster, optimizer: str, pins: Pins,
-               budget: float = float("inf")) -> Solved | None:
+def solve_mesh(
+    captured: Captured,
+    operators: Operators,
+    mesh: Mesh,
+    cluster: Cluster,
+    optimizer: str,
+    pins: Pins,
+    budget: float = float("inf"),
+) -> Solved | None:
     """The fastest assignment on ``mesh`` within ``budget`` bytes a device, or None if there is none."""
     space, program = make_program(captured, operators, mesh, cluster, optimizer, pins, budget)
     solution = solve(program)
@@ -71,29 +82,53 @@ def solve_mesh(captured: Captured, operators: Operators, mesh: Mesh, cluster: Cl
     return account(captured, operators, space.assignment(solution.options), cluster, optimizer, solution)
 
 
-def account(captured: Captured, operators: Operators, assignment: Assignment, cluster: Cluster, optimizer: str,
-            solution: Solution) -> Solved:
+def account(
+    captured: Captured,
+    operators: Operators,
+    assignment: Assignment,
+    cluster: Cluster,
+    optimizer: str,
+    solution: Solution,
+) -> Solved:
     """Price an assignment by what the shard pass will emit for it."""
     mesh = assignment.mesh
     prices = Prices(cluster, mesh)
     work = [local_work(op, operators, mesh, assignment.strategies[op.node]) for op in operators]
     collectives = _collectives(captured, operators, assignment, prices)
-    breakdown = {"compute": float(prices.work_seconds(work).sum()),
-                 "exposed communication": sum(c.seconds for c in collectives), "bubble": 0.0}
+    breakdown = {
+        "compute": float(prices.work_seconds(work).sum()),
+        "exposed communication": sum(c.seconds for c in collectives),
+        "bubble": 0.0,
+    }
     flops = sum(op.flops for op in operators)
     local = sum(op.flops * work_share(op.rule, assignment.strategies[op.node], mesh) for op in operators)
-    return Solved(mesh, assignment, breakdown, _memory(captured, operators, assignment, optimizer), collectives,
-                  min(solution.bound, sum(breakdown.values())), local / flops if flops else 1.0)
+    return Solved(
+        mesh,
+        assignment,
+        breakdown,
+        _memory(captured, operators, assignment, optimizer),
+        collectives,
+        min(solution.bound, sum(breakdown.values())),
+        local / flops if flops else 1.0,
+    )
 
 
 def _purpose(transfer: Transfer, parameters: set[object]) -> str:
     if transfer.value.node in parameters:
         return "parameters"
-    return "gradients" if transfer.source.partial and transfer.backward and not transfer.target.partial \
-        and any(axis == DATA_AXIS for axis, _ in transfer.source.partial) else "activations"
+    return (
+        "gradients"
+        if transfer.source.partial
+        and transfer.backward
+        and not transfer.target.partial
+        and any(axis == DATA_AXIS for axis, _ in transfer.source.partial)
+        else "activations"
+    )
 
 
-def _collectives(captured: Captured, operators: Operators, assignment: Assignment, prices: Prices) -> tuple[Collective, ...]:
+def _collectives(
+    captured: Captured, operators: Operators, assignment: Assignment, prices: Prices
+) -> tuple[Collective, ...]:
     """All collectives of a step by kind, axis and purpose."""
     parameters: set[object] = {p.placeholder for p in captured.parameters}
     totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
@@ -107,8 +142,10 @@ def _collectives(captured: Captured, operators: Operators, assignment: Assignmen
             total[1] += nbytes
             total[2] += float(wire_bytes(step.kind, nbytes, assignment.mesh.degree(step.axis)))
             total[3] += prices.step_seconds(step, transfer.spec)
-    return tuple(Collective(kind, axis, purpose, int(t[0]), int(t[1]), int(t[2]), t[3])
-                 for (kind, axis, purpose), t in sorted(totals.items()))
+    return tuple(
+        Collective(kind, axis, purpose, int(t[0]), int(t[1]), int(t[2]), t[3])
+        for (kind, axis, purpose), t in sorted(totals.items())
+    )
 
 
 def _memory(captured: Captured, operators: Operators, assignment: Assignment, optimizer: str) -> dict[str, int]:

@@ -25,8 +25,17 @@ def _attention(call: OpCall, names: tuple[str, ...]) -> Rule:
     s = () if given["causal"] or given["window"] else ("s",)
     query: Dims = (("b",), ("g", "r"), s, ())
     key: Dims = (("b",), ("g",), (), ())
-    terms: dict[str, Dims] = {"q": query, "k": key, "v": key, "grad_out": query, "out": query, "lse": query[:3],
-                              "key_mask": (("b",), ()), "seed": ((),), "starts": ((),)}
+    terms: dict[str, Dims] = {
+        "q": query,
+        "k": key,
+        "v": key,
+        "grad_out": query,
+        "out": query,
+        "lse": query[:3],
+        "key_mask": (("b",), ()),
+        "seed": ((),),
+        "starts": ((),),
+    }
     if isinstance(given["bias"], Arg):
         terms["bias"] = aligned(call.operands[given["bias"].index], query, (batch, heads, queries, keys))
     backward = names is _BACKWARD
@@ -39,10 +48,14 @@ def _attention(call: OpCall, names: tuple[str, ...]) -> Rule:
         starts = local.starts(Layout((*rows.dims[:3], ())), (batch, heads, queries, keys))
         return local.default(**{f"arg{position}": starts})
 
-    return make_rule(call, [terms[name] for name in names if isinstance(given[name], Arg)],
-                     [query, key, key] if backward else [query, query[:3]], localize=localize,
-                     reduced={"r": "sum", "s": "sum"} if backward else {},
-                     sizes={"g": kv_heads, "r": heads // kv_heads if kv_heads else 0})
+    return make_rule(
+        call,
+        [terms[name] for name in names if isinstance(given[name], Arg)],
+        [query, key, key] if backward else [query, query[:3]],
+        localize=localize,
+        reduced={"r": "sum", "s": "sum"} if backward else {},
+        sizes={"g": kv_heads, "r": heads // kv_heads if kv_heads else 0},
+    )
 
 
 @register(torch.ops.autopar.attention.default)

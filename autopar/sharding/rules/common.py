@@ -50,15 +50,21 @@ def linear_args(call: OpCall, *groups: Sequence[int]) -> list[tuple[int, ...]]:
     return found
 
 
-def dim_by_dim(call: OpCall, unsplit: Collection[int] = (), *, linear: Sequence[Sequence[int]] = (),
-               localize: Localize | None = None) -> Rule:
+def dim_by_dim(
+    call: OpCall,
+    unsplit: Collection[int] = (),
+    *,
+    linear: Sequence[Sequence[int]] = (),
+    localize: Localize | None = None,
+) -> Rule:
     """Dim i of every operand and result is one factor, except for the ``unsplit`` dims."""
 
     def terms(spec: TensorSpec) -> Dims:
         return without(names("d", len(spec.shape)), unsplit)
 
-    return make_rule(call, [terms(s) for s in call.operands], [terms(s) for s in call.results], linear=linear,
-                     localize=localize)
+    return make_rule(
+        call, [terms(s) for s in call.operands], [terms(s) for s in call.results], linear=linear, localize=localize
+    )
 
 
 def with_local_shape(argument: int) -> Callable[[Local], Any]:

@@ -34,8 +34,9 @@ def arange(call: OpCall) -> Rule:
     return make_rule(call, [], [(("n",),)], localize=localize)
 
 
-@register(aten.empty.memory_format, aten.full.default, aten.ones.default, aten.scalar_tensor.default,
-          aten.zeros.default)
+@register(
+    aten.empty.memory_format, aten.full.default, aten.ones.default, aten.scalar_tensor.default, aten.zeros.default
+)
 def constant(call: OpCall) -> Rule:
     scalar = call.target is aten.scalar_tensor.default
     dims = names("d", len(call.results[0].shape))
@@ -48,8 +49,13 @@ def new_constant(call: OpCall) -> Rule:
     whole: prefer to capture these as factories without operand."""
     dims = names("d", len(call.results[0].shape))
     operand = dims if call.operands[0].shape == call.results[0].shape else ((),) * len(call.operands[0].shape)
-    return make_rule(call, [operand], [dims], linear=linear_args(call, (0,)) if call.target in _ZEROS else (),
-                     localize=with_local_shape(1))
+    return make_rule(
+        call,
+        [operand],
+        [dims],
+        linear=linear_args(call, (0,)) if call.target in _ZEROS else (),
+        localize=with_local_shape(1),
+    )
 
 
 @register(aten.empty_like.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default)

@@ -24,8 +24,14 @@ def embedding(call: OpCall) -> Rule:
         found = local.emit(aten.embedding.default, local.operands[0], rows)
         return zero_where(local, found, local.emit(aten.unsqueeze.default, outside, -1))
 
-    return make_rule(call, [(("v",), ("h",)), dims], [(*dims, ("h",))], reduced={"v": "sum"},
-                     linear=linear_args(call, (0,)), localize=localize)
+    return make_rule(
+        call,
+        [(("v",), ("h",)), dims],
+        [(*dims, ("h",))],
+        reduced={"v": "sum"},
+        linear=linear_args(call, (0,)),
+        localize=localize,
+    )
 
 
 @register(aten.embedding_dense_backward.default)
@@ -46,8 +52,15 @@ def embedding_dense_backward(call: OpCall) -> Rule:
         return local.emit(call.target, grad, rows, local.result_shape()[0], -1, False)
 
     fixed = [f for (f,) in dims] + ["v"] if by_frequency else []
-    return make_rule(call, [(*dims, ("h",)), dims], [(("v",), ("h",))], fixed=fixed, linear=linear_args(call, (0,)),
-                     reduced={} if by_frequency else {f: "sum" for (f,) in dims}, localize=localize)
+    return make_rule(
+        call,
+        [(*dims, ("h",)), dims],
+        [(("v",), ("h",))],
+        fixed=fixed,
+        linear=linear_args(call, (0,)),
+        reduced={} if by_frequency else {f: "sum" for (f,) in dims},
+        localize=localize,
+    )
 
 
 def _beside(dim: int, *shapes: tuple[int, ...]) -> Dims:
@@ -56,7 +69,7 @@ def _beside(dim: int, *shapes: tuple[int, ...]) -> Dims:
 
 
 def _with(dims: Dims, dim: int, factor: str) -> Dims:
-    return (*dims[:dim], (factor,), *dims[dim + 1:])
+    return (*dims[:dim], (factor,), *dims[dim + 1 :])
 
 
 def _as_column(local: Local, mask: Any, ndim: int, dim: int) -> Any:
@@ -81,8 +94,14 @@ def gather(call: OpCall) -> Rule | None:
         rows, outside = own_indices(local, local.operands[1], layout, table.shape, dim)
         return zero_where(local, local.emit(call.target, local.operands[0], dim, rows), outside)
 
-    return make_rule(call, [_with(dims, dim, "v"), _with(dims, dim, "k")], [_with(dims, dim, "k")],
-                     reduced={"v": "sum"}, linear=linear_args(call, (0,)), localize=localize)
+    return make_rule(
+        call,
+        [_with(dims, dim, "v"), _with(dims, dim, "k")],
+        [_with(dims, dim, "k")],
+        reduced={"v": "sum"},
+        linear=linear_args(call, (0,)),
+        localize=localize,
+    )
 
 
 @register(aten.index_select.default)
@@ -102,8 +121,14 @@ def index_select(call: OpCall) -> Rule | None:
         found = local.emit(call.target, local.operands[0], dim, rows)
         return zero_where(local, found, _as_column(local, outside, ndim, dim))
 
-    return make_rule(call, [_with(dims, dim, "v"), (("k",),)], [_with(dims, dim, "k")], reduced={"v": "sum"},
-                     linear=linear_args(call, (0,)), localize=localize)
+    return make_rule(
+        call,
+        [_with(dims, dim, "v"), (("k",),)],
+        [_with(dims, dim, "k")],
+        reduced={"v": "sum"},
+        linear=linear_args(call, (0,)),
+        localize=localize,
+    )
 
 
 @register(aten.index_add.default)
@@ -124,8 +149,14 @@ def index_add(call: OpCall) -> Rule | None:
         added = zero_where(local, local.operands[2], _as_column(local, outside, ndim, dim))
         return local.default(arg0=base, arg2=rows, arg3=added)
 
-    return make_rule(call, [_with(dims, dim, "v"), (("k",),), _with(dims, dim, "k")], [_with(dims, dim, "v")],
-                     reduced={"k": "sum"}, linear=linear_args(call, (0, 3)), localize=localize)
+    return make_rule(
+        call,
+        [_with(dims, dim, "v"), (("k",),), _with(dims, dim, "k")],
+        [_with(dims, dim, "v")],
+        reduced={"k": "sum"},
+        linear=linear_args(call, (0, 3)),
+        localize=localize,
+    )
 
 
 @register(aten.scatter_add.default)
@@ -152,8 +183,14 @@ def scatter_add(call: OpCall) -> Rule | None:
                 added = local.emit(aten.slice.Tensor, added, d, 0, extent)
         return local.default(arg0=base, arg2=rows, arg3=zero_where(local, added, outside))
 
-    return make_rule(call, [_with(dims, dim, "v"), column, column], [_with(dims, dim, "v")],
-                     reduced={"k": "sum"}, linear=linear_args(call, (0, 3)), localize=localize)
+    return make_rule(
+        call,
+        [_with(dims, dim, "v"), column, column],
+        [_with(dims, dim, "v")],
+        reduced={"k": "sum"},
+        linear=linear_args(call, (0, 3)),
+        localize=localize,
+    )
 
 
 @register(aten.scatter.src, aten.scatter.value)
@@ -178,8 +215,13 @@ def scatter(call: OpCall) -> Rule | None:
         return emit(aten.slice.Tensor, local.default(arg0=longer, arg2=rows), dim, 0, size)
 
     group = [(0, 3)] if call.target is aten.scatter.src else [(0,)] if call.args[3] == 0 else []
-    return make_rule(call, [_with(dims, dim, "v"), *[dims] * (len(call.operands) - 1)], [_with(dims, dim, "v")],
-                     linear=linear_args(call, *group), localize=localize)
+    return make_rule(
+        call,
+        [_with(dims, dim, "v"), *[dims] * (len(call.operands) - 1)],
+        [_with(dims, dim, "v")],
+        linear=linear_args(call, *group),
+        localize=localize,
+    )
 
 
 def _indexing(call: OpCall) -> tuple[Dims, list[Dims], Dims, tuple[int, ...], list[str]] | None:
@@ -217,6 +259,12 @@ def index_put(call: OpCall) -> Rule | None:
         return None
     table, indices, selected, shape, picks = found
     accumulate = call.argument(3, "accumulate", False)
-    return make_rule(call, [table, *indices, aligned(call.operands[-1], selected, shape)], [table],
-                     reduced={f: "sum" for f in picks} if accumulate else {}, fixed=() if accumulate else picks,
-                     linear=linear_args(call, (0, 2)), localize=lambda local: local.default(arg0=once(local, 0)))
+    return make_rule(
+        call,
+        [table, *indices, aligned(call.operands[-1], selected, shape)],
+        [table],
+        reduced={f: "sum" for f in picks} if accumulate else {},
+        fixed=() if accumulate else picks,
+        linear=linear_args(call, (0, 2)),
+        localize=lambda local: local.default(arg0=once(local, 0)),
+    )

@@ -13,8 +13,14 @@ from autopar.sharding.rules.registry import register
 def addmm(call: OpCall) -> Rule:
     result = (("m",), ("n",))
     operands = [aligned(call.operands[0], result, call.results[0].shape), (("m",), ("k",)), (("k",), ("n",))]
-    return make_rule(call, operands, [result], reduced={"k": "sum"}, linear=linear_args(call, (0, 1), (0, 2)),
-                     localize=lambda local: local.default(arg0=once(local, 0)))
+    return make_rule(
+        call,
+        operands,
+        [result],
+        reduced={"k": "sum"},
+        linear=linear_args(call, (0, 1), (0, 2)),
+        localize=lambda local: local.default(arg0=once(local, 0)),
+    )
 
 
 @register(aten.bmm.default)
@@ -53,7 +59,7 @@ def einsum(call: OpCall) -> Rule | None:
 @register(aten.linear.default)
 def linear(call: OpCall) -> Rule:
     outer = names("d", len(call.operands[0].shape) - 1)
-    operands = [(*outer, ("k",)), (("n",), ("k",)), (("n",),)][:len(call.operands)]
+    operands = [(*outer, ("k",)), (("n",), ("k",)), (("n",),)][: len(call.operands)]
     with_bias = len(operands) == 3
 
     def localize(local: Local) -> Any:

@@ -37,8 +37,9 @@ def layer_norm_backward(call: OpCall) -> Rule:
 
     def localize(local: Local) -> Any:
         # torch 2.13 reads mean and rstd as if they were contiguous
-        return local.default(**{f"arg{p}": local.emit(aten.contiguous.default, local.substitute(call.args[p]))
-                                for p in (3, 4)})
+        return local.default(
+            **{f"arg{p}": local.emit(aten.contiguous.default, local.substitute(call.args[p])) for p in (3, 4)}
+        )
 
     return make_rule(call, operands, results, reduced=reduced, linear=linear_args(call, (0,)), localize=localize)
 

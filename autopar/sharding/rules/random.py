@@ -15,5 +15,10 @@ def dropout(call: OpCall) -> Rule:
     """(x, seed, starts, p, stream, extent)"""
     shape = call.operands[0].shape
     dims = names("d", len(shape))
-    return make_rule(call, [dims, ((),), ((),)], [dims], linear=linear_args(call, (0,)),
-                     localize=lambda local: local.default(arg2=local.starts(local.operand_layouts[0], shape)))
+    return make_rule(
+        call,
+        [dims, ((),), ((),)],
+        [dims],
+        linear=linear_args(call, (0,)),
+        localize=lambda local: local.default(arg2=local.starts(local.operand_layouts[0], shape)),
+    )

@@ -11,7 +11,12 @@ from autopar.sharding.rules.registry import register
 
 # These take no dims: they reduce over all.
 _OVER_ALL = (
-    aten.all.default, aten.any.default, aten.max.default, aten.mean.default, aten.min.default, aten.prod.default,
+    aten.all.default,
+    aten.any.default,
+    aten.max.default,
+    aten.mean.default,
+    aten.min.default,
+    aten.prod.default,
     aten.sum.default,
 )
 _DIM_POSITION = {aten.linalg_vector_norm.default: 2}  # of the others it is the second argument
@@ -28,15 +33,35 @@ def _reduction(call: OpCall, operation: str | None, *, linear: bool = False, loc
     dims = names("d", ndim)
     keep = len(call.results[0].shape) == ndim
     result: Dims = tuple(() if d in over else dims[d] for d in range(ndim) if keep or d not in over)
-    return make_rule(call, [dims if operation else without(dims, over)], [result] * len(call.results),
-                     reduced={f"d{d}": operation for d in over} if operation else None,
-                     linear=linear_args(call, (0,)) if linear else (), localize=localize)
+    return make_rule(
+        call,
+        [dims if operation else without(dims, over)],
+        [result] * len(call.results),
+        reduced={f"d{d}": operation for d in over} if operation else None,
+        linear=linear_args(call, (0,)) if linear else (),
+        localize=localize,
+    )
 
 
-@register(aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims,
-          aten.argmax.default, aten.argmin.default, aten.linalg_vector_norm.default, aten.logsumexp.default,
-          aten.max.dim, aten.min.dim, aten.prod.default, aten.prod.dim_int, aten.std.correction, aten.var.correction,
-          aten.var_mean.correction)
+@register(
+    aten.all.default,
+    aten.all.dim,
+    aten.all.dims,
+    aten.any.default,
+    aten.any.dim,
+    aten.any.dims,
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.linalg_vector_norm.default,
+    aten.logsumexp.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.prod.default,
+    aten.prod.dim_int,
+    aten.std.correction,
+    aten.var.correction,
+    aten.var_mean.correction,
+)
 def unsplit_reduction(call: OpCall) -> Rule:
     return _reduction(call, None)
 

@@ -38,5 +38,6 @@ def rule_for(call: OpCall) -> Rule | None:
 
 def replicated_rule(call: OpCall) -> Rule:
     """The rule that splits nothing, for operators without one: whole operands in, whole results out, on every rank."""
-    return make_rule(call, [((),) * len(spec.shape) for spec in call.operands],
-                     [((),) * len(spec.shape) for spec in call.results])
+    return make_rule(
+        call, [((),) * len(spec.shape) for spec in call.operands], [((),) * len(spec.shape) for spec in call.results]
+    )

@@ -54,8 +54,17 @@ def reshape_factors(source: Sequence[int], target: Sequence[int]) -> tuple[Dims,
             left = right = 1
 
 
-@register(aten._unsafe_view.default, aten.flatten.using_ints, aten.reshape.default, aten.squeeze.default,
-          aten.squeeze.dim, aten.squeeze.dims, aten.unflatten.int, aten.unsqueeze.default, aten.view.default)
+@register(
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.reshape.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unflatten.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+)
 def reshape(call: OpCall) -> Rule | None:
     if 0 in call.results[0].shape:
         return None
@@ -66,8 +75,9 @@ def reshape(call: OpCall) -> Rule | None:
         # of which each rank has one element
         return local.emit(aten.reshape.default, local.operands[0], local.result_shape())
 
-    return make_rule(call, [source], [target], sizes=sizes, fixed=unsplit, linear=linear_args(call, (0,)),
-                     localize=localize)
+    return make_rule(
+        call, [source], [target], sizes=sizes, fixed=unsplit, linear=linear_args(call, (0,)), localize=localize
+    )
 
 
 def _rearranged(call: OpCall, order: Sequence[int]) -> Rule:
@@ -100,10 +110,17 @@ def expand(call: OpCall) -> Rule:
     """Dims that come into being belong to the result alone: each rank expands to its own extent."""
     ndim = len(call.results[0].shape)
     skip = ndim - len(call.operands[0].shape)
-    operand = tuple((f"d{skip + d}",) if size == call.results[0].shape[skip + d] else ()
-                    for d, size in enumerate(call.operands[0].shape))
-    return make_rule(call, [operand], [names("d", ndim)], linear=linear_args(call, (0,)),
-                     localize=lambda local: local.default(arg1=local.result_shape()))
+    operand = tuple(
+        (f"d{skip + d}",) if size == call.results[0].shape[skip + d] else ()
+        for d, size in enumerate(call.operands[0].shape)
+    )
+    return make_rule(
+        call,
+        [operand],
+        [names("d", ndim)],
+        linear=linear_args(call, (0,)),
+        localize=lambda local: local.default(arg1=local.result_shape()),
+    )
 
 
 @register(aten.repeat.default)
@@ -126,15 +143,20 @@ def repeat(call: OpCall) -> Rule:
 def select(call: OpCall) -> Rule:
     ndim = len(call.operands[0].shape)
     dims, dim = names("d", ndim), call.args[1] % ndim
-    return make_rule(call, [without(dims, [dim])], [dims[:dim] + dims[dim + 1:]], linear=linear_args(call, (0,)))
+    return make_rule(call, [without(dims, [dim])], [dims[:dim] + dims[dim + 1 :]], linear=linear_args(call, (0,)))
 
 
 @register(aten.select_backward.default)
 def select_backward(call: OpCall) -> Rule:
     ndim = len(call.results[0].shape)
     dims, dim = names("d", ndim), call.args[2] % ndim
-    return make_rule(call, [dims[:dim] + dims[dim + 1:]], [without(dims, [dim])], linear=linear_args(call, (0,)),
-                     localize=lambda local: local.default(arg1=local.result_shape()))
+    return make_rule(
+        call,
+        [dims[:dim] + dims[dim + 1 :]],
+        [without(dims, [dim])],
+        linear=linear_args(call, (0,)),
+        localize=lambda local: local.default(arg1=local.result_shape()),
+    )
 
 
 @register(aten.slice.Tensor)
@@ -149,8 +171,9 @@ def slice_(call: OpCall) -> Rule:
 def slice_backward(call: OpCall) -> Rule:
     dim = call.args[2] % len(call.results[0].shape)
     unsplit = [dim] if call.operands[0].shape != call.results[0].shape else []
-    return dim_by_dim(call, unsplit, linear=linear_args(call, (0,)),
-                      localize=lambda local: local.default(arg1=local.result_shape()))
+    return dim_by_dim(
+        call, unsplit, linear=linear_args(call, (0,)), localize=lambda local: local.default(arg1=local.result_shape())
+    )
 
 
 @register(aten.slice_scatter.default)
@@ -165,7 +188,7 @@ def select_scatter(call: OpCall) -> Rule:
     ndim = len(call.results[0].shape)
     dims, dim = names("d", ndim), call.args[2] % ndim
     whole = without(dims, [dim])
-    return make_rule(call, [whole, dims[:dim] + dims[dim + 1:]], [whole], linear=linear_args(call, (0, 1)))
+    return make_rule(call, [whole, dims[:dim] + dims[dim + 1 :]], [whole], linear=linear_args(call, (0, 1)))
 
 
 @register(aten.cat.default)
@@ -180,8 +203,9 @@ def cat(call: OpCall) -> Rule | None:
 def stack(call: OpCall) -> Rule:
     ndim = len(call.results[0].shape)
     dims, dim = names("d", ndim), call.argument(1, "dim", 0) % ndim
-    return make_rule(call, [dims[:dim] + dims[dim + 1:]] * len(call.operands), [without(dims, [dim])],
-                     linear=_all_operands(call))
+    return make_rule(
+        call, [dims[:dim] + dims[dim + 1 :]] * len(call.operands), [without(dims, [dim])], linear=_all_operands(call)
+    )
 
 
 def _all_operands(call: OpCall) -> list[tuple[int, ...]]:
@@ -199,8 +223,9 @@ def split(call: OpCall) -> Rule:
 def unbind(call: OpCall) -> Rule:
     ndim = len(call.operands[0].shape)
     dims, dim = names("d", ndim), call.argument(1, "dim", 0) % ndim
-    return make_rule(call, [without(dims, [dim])], [dims[:dim] + dims[dim + 1:]] * len(call.results),
-                     linear=linear_args(call, (0,)))
+    return make_rule(
+        call, [without(dims, [dim])], [dims[:dim] + dims[dim + 1 :]] * len(call.results), linear=linear_args(call, (0,))
+    )
 
 
 @register(aten.constant_pad_nd.default)
