@@ -6,6 +6,7 @@ from typing import Any
 
 from autopar.sharding.rule import Local, OpCall, Rule, make_rule, rule
 from autopar.sharding.rules.common import aligned, aten, linear_args, names, once
+from autopar.sharding.rules.contract import localize_einsum
 from autopar.sharding.rules.registry import register
 
 
@@ -53,7 +54,7 @@ def einsum(call: OpCall) -> Rule | None:
     result = tuple(() if f in diagonal else (f,) for f in right)
     reduced = {f: "sum" for f in sizes if f not in right and f not in diagonal}
     linear = [(i,) for i, spec in enumerate(call.operands) if spec.dtype.is_floating_point]
-    return make_rule(call, operands, [result], reduced=reduced, linear=linear)
+    return make_rule(call, operands, [result], reduced=reduced, linear=linear, localize=localize_einsum)
 
 
 @register(aten.linear.default)
