@@ -1,7 +1,7 @@
 """Redistribution steps as functional collectives on axis-named groups.
 
-Groups are written as ``axis:NAME`` and bound to process groups when a graph is loaded (`bind_groups`), so the emitted
-graph is the same on every rank and on every machine.
+Groups are written as ``axis:NAME`` and bound to process groups when a graph is loaded (bind.py), so the emitted graph is
+the same on every rank and on every machine.
 """
 
 from __future__ import annotations
@@ -47,14 +47,6 @@ def group_argument(node: fx.Node) -> str:
     return str(node.args[-1])
 
 
-def bind_groups(module: fx.GraphModule, names: dict[str, str]) -> None:
-    """Replace axis-named groups by process group names, in place."""
-    for node in module.graph.nodes:
-        if node.op == "call_function" and node.target in KINDS:
-            node.args = (*node.args[:-1], names[axis_of(group_argument(node))])
-    module.recompile()
-
-
 def _cut_to_front(emit: Emit, x: Any, shape: Sequence[int], dim: int, n: int) -> tuple[Any, list[int]]:
     """Cut ``dim`` in n pieces and stack them along dim 0; returns the stack as [n * d0, ...] and one piece's shape."""
     piece = [*shape[:dim], shape[dim] // n, *shape[dim + 1 :]]
@@ -90,6 +82,8 @@ def emit_step(
         x = emit(aten.reshape.default, x, [*local[:d], n, local[d] // n, *local[d + 1 :]])
         x = emit(aten.index_select.default, x, d, coordinate(step.axis))
         return emit(aten.squeeze.dim, x, d)
+    if step.kind == "mask":
+        return emit(aten.where.ScalarOther, emit(aten.eq.Scalar, coordinate(step.axis), 0), x, 0)
     if step.kind == "all_reduce":
         return emit(WAIT, emit(ALL_REDUCE, emit(aten.contiguous.default, x), step.op, group))
     if step.kind == "all_gather":

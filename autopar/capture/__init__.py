@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from autopar._compat import (
@@ -39,7 +40,8 @@ def capture(
     """
     traced = trace(model, args, dict(kwargs or {}), training=training)
     graph = traced.module.graph
-    inputs = _inputs(traced, graph)
+    constants = _lift_constants(traced.module)
+    inputs = _inputs(traced, graph, {c.placeholder for c in constants})
     parameters = _parameters(traced, graph, inputs)
     _give_gradients_an_order(graph, parameters)
     normalize(graph)
@@ -49,9 +51,8 @@ def capture(
     traced.module.recompile()
     outputs = _outputs(graph, inputs)
     seed = next((b for b in inputs["buffers"] if b.name == SEED and b.placeholder.users), None)
-    buffers = tuple(
-        Buffer(b.name.removeprefix(traced.prefix), b.placeholder) for b in inputs["buffers"] if b.name != SEED
-    )
+    held = [Buffer(b.name.removeprefix(traced.prefix), b.placeholder) for b in inputs["buffers"] if b.name != SEED]
+    buffers = tuple(held + constants)
     return Captured(
         traced.module,
         parameters,
@@ -66,10 +67,28 @@ def capture(
     )
 
 
-def _inputs(traced: Traced, graph: fx.Graph) -> dict[str, Any]:
+def _lift_constants(module: fx.GraphModule) -> list[Buffer]:
+    """Make inputs of the constants that the forward creates (``torch.tensor(...)``), so that a graph holds no data."""
+    first = next(iter(module.graph.nodes))
+    found: dict[str, Buffer] = {}
+    for node in list(module.graph.find_nodes(op="get_attr")):
+        value = getattr(module, node.target)
+        if node.target not in found:
+            with module.graph.inserting_before(first):
+                placeholder = module.graph.placeholder(node.target.lstrip("_"))
+            placeholder.meta = {"val": torch.empty_like(value, device="meta")}
+            found[node.target] = Buffer(node.target, placeholder, value)
+        node.replace_all_uses_with(found[node.target].placeholder)
+        module.graph.erase_node(node)
+    return list(found.values())
+
+
+def _inputs(traced: Traced, graph: fx.Graph, constants: set[fx.Node]) -> dict[str, Any]:
     """The placeholders by what they are."""
     found: dict[str, Any] = {"parameters": {}, "buffers": [], "plain": {}, "tangents": {}}
     for node in graph.find_nodes(op="placeholder"):
+        if node in constants:
+            continue
         desc = node.meta["desc"]
         if isinstance(desc, ParamAOTInput):
             found["parameters"][desc.target.removeprefix(traced.prefix)] = node
@@ -151,7 +170,7 @@ def _give_gradients_an_order(graph: fx.Graph, parameters: tuple[Parameter, ...])
             raise CaptureError(
                 "the model changes a buffer in its forward",
                 expected="a forward without in-place updates of buffers",
-                found=str(desc.mutated_input),
+                found=getattr(desc.mutated_input, "target", str(desc.mutated_input)).removeprefix("model."),
                 change="call model.eval() on the module that keeps running statistics",
             )
         elif not isinstance(desc, GradAOTOutput) and node is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autopar.errors import InputError
 from autopar.sharding.layout import TensorSpec
 
 
@@ -29,10 +30,27 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer (or a tensor kept as a plain attribute) that the graph reads."""
+    """A buffer (or a tensor kept as a plain attribute) that the graph reads; ``value`` is that of a constant which the
+    forward makes itself, None where the model holds the tensor under ``name``."""
 
     name: str
     placeholder: fx.Node
+    value: torch.Tensor | None = None
+
+    def tensor(self, model: torch.nn.Module) -> torch.Tensor:
+        """The tensor as it is now. Raises InputError if the model has something else in its place."""
+        if self.value is not None:
+            return self.value
+        path, _, attribute = self.name.rpartition(".")
+        found = getattr(model.get_submodule(path), attribute)
+        if not isinstance(found, torch.Tensor):
+            raise InputError(
+                f"{self.name} was a tensor when the model was captured",
+                expected="a tensor",
+                found=type(found).__name__,
+                change="do not replace buffers after parallelize",
+            )
+        return found
 
 
 @dataclass(frozen=True)

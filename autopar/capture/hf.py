@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -145,19 +145,27 @@ def prepare(model: nn.Module) -> None:
     model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
 
 
-@contextlib.contextmanager
-def tracing(has_position_ids: bool) -> Iterator[None]:
-    """For the length of a trace: no value checks, and packing only if the user gave ``position_ids``.
+def may_pack(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Whether eager mode would look for packed sequences: only in ``position_ids`` that the user gave (those that the
+    model makes itself never restart), and only where no cache is made."""
+    use_cache = kwargs.get("use_cache")
+    if use_cache is None:
+        use_cache = getattr(text_config(model), "use_cache", False)
+    return kwargs.get("position_ids") is not None and not use_cache
 
-    While tracing transformers cannot see whether position ids restart, so it always builds the packing mask; position
-    ids that the model makes itself never restart.
+
+@contextlib.contextmanager
+def tracing(may_pack: bool) -> Iterator[None]:
+    """For the length of a trace: no value checks, and the mask of packed sequences only if there may be some.
+
+    While tracing transformers cannot see whether position ids restart, so it always builds that mask.
     """
     from transformers import masking_utils
 
     original = masking_utils.find_packed_sequence_indices
     variable, before = "TRANSFORMERS_DISABLE_TORCH_CHECK", os.environ.get("TRANSFORMERS_DISABLE_TORCH_CHECK")
     os.environ[variable] = "1"
-    if not has_position_ids:
+    if not may_pack:
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield

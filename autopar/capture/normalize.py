@@ -216,6 +216,17 @@ def _match(
     return a, b
 
 
+def _rows_apart(graph: fx.Graph, node: fx.Node, a: _Operand) -> _Operand:
+    """Where the rows enter merged and a reader of the product opens them, they are opened before the product: the
+    gradient of flattened logits has lost batch and sequence, and all that follows it would go without."""
+    if len(a.groups[0]) != 1:
+        return a
+    for user in node.users:
+        if user.target in _VIEWS and (groups := _merged_groups(_shape(user), _shape(node))) and len(groups[0]) > 1:
+            return _split(graph, node, a, 0, tuple(_shape(user)[d] for d in groups[0]))
+    return a
+
+
 def _replace_product(graph: fx.Graph, node: fx.Node) -> None:
     bias: Any = None
     operands: Any = node.args[-2:]
@@ -228,6 +239,8 @@ def _replace_product(graph: fx.Graph, node: fx.Node) -> None:
     result = [("a", 0), ("a", 1), ("b", 2)] if batched else [("a", 0), ("b", 1)]
     with graph.inserting_before(node):
         a, b = _match(graph, node, _open(operands[0]), _open(operands[1]), shared, operands)
+        if not batched:
+            a = _rows_apart(graph, node, a)
         product = _einsum(graph, node, a, b, shared, result)
         if bias is not None:
             # The bias is a vector over the last group; it adds before the view, where the batch is still apart.

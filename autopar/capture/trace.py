@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,15 @@ def _clone(model: nn.Module, mode: Any) -> nn.Module:
         ) from error
 
 
+def _attributes_to_buffers(model: nn.Module) -> None:
+    """Make tensors kept as plain attributes buffers of the (cloned) model: AOTAutograd makes inputs of those only."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor):
+                delattr(module, name)
+                module.register_buffer(name, value, persistent=False)
+
+
 def _annotate(model: nn.Module) -> None:
     """Let every node know its module: FX keeps the annotation on forward and backward nodes."""
 
@@ -122,7 +131,12 @@ def _annotate(model: nn.Module) -> None:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with fx_traceback.annotate({"module": name}):
-                return original(*args, **kwargs)
+                try:
+                    return original(*args, **kwargs)
+                except Exception as error:
+                    if not hasattr(error, "autopar_module"):  # the innermost module is the one to name
+                        error.autopar_module = (name, type(module).__name__)  # type: ignore[attr-defined]
+                    raise
 
         module.forward = forward
 
@@ -137,12 +151,12 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _trace_context(is_hf: bool, has_position_ids: bool) -> Iterator[contextlib.ExitStack]:
+def _trace_context(is_hf: bool, may_pack: bool) -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(compiling())
         if is_hf:
-            stack.enter_context(hf.tracing(has_position_ids))
+            stack.enter_context(hf.tracing(may_pack))
         yield stack
 
 
@@ -151,17 +165,38 @@ def _failure(model: nn.Module, error: BaseException) -> CaptureError:
     frames = traceback.extract_tb(error.__traceback__)
     hidden = ("/torch/", "autopar/capture/", "autopar/ops/", "/contextlib.py")
     mine = [f for f in frames if not any(part in f.filename for part in hidden)]
-    where = f"{mine[-1].filename}:{mine[-1].lineno} in {mine[-1].name}: {mine[-1].line}" if mine else "inside torch"
-    operator = getattr(error, "func", None) or next(
-        (f.line for f in reversed(frames) if f.line and "aten" in f.line), type(error).__name__
-    )
+    name, kind = getattr(error, "autopar_module", ("", type(model).__name__))
+    place = f"module {name} ({kind})" if name else kind
+    if mine:
+        place += f" at {mine[-1].filename}:{mine[-1].lineno}: {mine[-1].line}"
+    operator = getattr(error, "func", None)  # set by fake tensors where an operator needs values
+    if operator is not None:
+        return CaptureError(
+            f"{type(model).__name__} cannot be traced to one graph: {operator} needs the value of a tensor, in {place}",
+            expected="a forward whose control flow and shapes do not depend on the values of tensors",
+            found=f"{type(error).__name__} of {operator}",
+            change="replace the branch on a tensor by torch.where, and .item() by a tensor or a constant",
+        )
     reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
     return CaptureError(
-        f"{type(model).__name__} cannot be traced to one graph at {where}",
-        expected="a forward whose control flow and shapes do not depend on the values of tensors",
-        found=f"{type(error).__name__} ({operator}): {reason}",
-        change="replace the branch on a tensor by torch.where, and .item() by a tensor or a constant",
+        f"{type(model).__name__} cannot be traced to one graph: it fails in {place}",
+        expected="a forward that runs on a batch of these shapes and dtypes, with PyTorch operators only",
+        found=f"{type(error).__name__}: {reason}",
+        change="see whether the model runs on this batch without autopar; if it does, replace what leaves PyTorch "
+        "(.numpy(), .tolist(), ...) by operators on tensors",
     )
+
+
+def refuse_empty(tensors: Iterable[Tensor]) -> None:
+    """InputError if a tensor of the batch has no elements."""
+    shapes = [tuple(t.shape) for t in tensors]
+    if any(0 in shape for shape in shapes):
+        raise InputError(
+            "the batch is empty",
+            expected="at least one sample and one token",
+            found=f"shapes {shapes}",
+            change="drop empty batches (drop_last=True in the DataLoader)",
+        )
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool | None = None) -> Traced:
@@ -176,16 +211,10 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, tr
     if is_hf:
         hf.prepare(clone)
     clone.train(model.training if training is None else training)
+    _attributes_to_buffers(clone)
     _annotate(clone)
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    if any(isinstance(leaf, Tensor) and 0 in leaf.shape for leaf in leaves):
-        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-        raise InputError(
-            "the batch is empty",
-            expected="at least one sample and one token",
-            found=f"shapes {shapes}",
-            change="drop empty batches (drop_last=True in the DataLoader)",
-        )
+    refuse_empty(leaf for leaf in leaves if isinstance(leaf, Tensor))
     with mode:
         fakes = [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in leaves if isinstance(leaf, Tensor)]
         seed = torch.empty(2, dtype=torch.int64)
@@ -198,7 +227,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, tr
             found="none",
             change="call model.requires_grad_(True)",
         )
-    with _trace_context(is_hf, "position_ids" in kwargs) as stack:
+    with _trace_context(is_hf, is_hf and hf.may_pack(model, kwargs)) as stack:
         try:
             joint = aot_export_joint_with_descriptors(stack, flat, tuple(fakes), decompositions=decomposition_table())
         except (CaptureError, InputError):

@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from autopar.capture import batch_tensors
-from autopar.capture.graph import Captured
-from autopar.errors import InputError, RuntimeFailure
-from autopar.passes.collectives import bind_groups
+from autopar.errors import RuntimeFailure
+from autopar.passes.bind import bind
 from autopar.plan import Plan
 from autopar.runtime.parameters import as_dtensor, parallel_tree
 from autopar.runtime.process import agree, make_device_mesh, placements
@@ -134,7 +133,7 @@ class ParallelModule(nn.Module):
         special = self.specialization(args, kwargs)
         captured = special.captured
         given = {special.sharded.coordinates.name: self._coordinates}
-        given.update({special.input_name(b.placeholder): _tensor_at(self._original, b.name) for b in captured.buffers})
+        given.update({special.input_name(b.placeholder): b.tensor(self._original).to(device) for b in captured.buffers})
         given.update(
             {special.input_name(node): t for node, t in zip(captured.inputs, batch_tensors(args, kwargs), strict=True)}
         )
@@ -177,18 +176,16 @@ class ParallelModule(nn.Module):
         cache.move_to_end(key)
         return cache[key]
 
-    def _specialize(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None
-    ) -> Specialization:
-        captured = captured or capture_batch(self._original, args, kwargs, self.training)
+    def _specialize(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
+        captured = capture_batch(self._original, args, kwargs, self.training)
         operators = read(captured)
         space, options = choose(captured, operators, self.plan)
         special = emit(captured, operators, space.assignment(options))
         self._compare(special.program.hash())
         groups = {axis: self.device_mesh.get_group(axis).group_name for axis in self.mesh.names}
-        bind_groups(special.program.forward, groups)
-        if special.program.backward is not None:
-            bind_groups(special.program.backward, groups)
+        for graph in (special.program.forward, special.program.backward):
+            if graph is not None:
+                bind(graph, groups, torch.device(self.device_mesh.device_type))
         return special
 
     def _compare(self, program_hash: str) -> None:
@@ -203,17 +200,3 @@ class ParallelModule(nn.Module):
                 found=f"{len(set(hashes))} different programs",
                 change="pass the same global batch shapes on every rank, and run one version of the code",
             )
-
-
-def _tensor_at(model: nn.Module, name: str) -> Tensor:
-    """A buffer or plain tensor attribute by its path."""
-    path, _, attribute = name.rpartition(".")
-    value = getattr(model.get_submodule(path), attribute)
-    if not isinstance(value, Tensor):
-        raise InputError(
-            f"{name} was a tensor when the model was captured",
-            expected="a tensor",
-            found=type(value).__name__,
-            change="do not replace buffers after parallelize",
-        )
-    return value

@@ -158,7 +158,7 @@ class _Simulation:
             }
             for r in self.ranks
         ]
-        self.buffers = {special.input_name(b.placeholder): _attribute(model, b.name) for b in captured.buffers}
+        self.buffers = {special.input_name(b.placeholder): b.tensor(model) for b in captured.buffers}
         trained = [p.name for p in captured.parameters if p.gradient is not None]
         self.optimizers = [_optimizer([pieces[n] for n in trained], optimizer) for pieces in self.pieces]
         self.traffic = Traffic()
@@ -230,11 +230,6 @@ class _Simulation:
             )
             for p in self.special.captured.parameters
         }
-
-
-def _attribute(model: nn.Module, name: str) -> Tensor:
-    path, _, attribute = name.rpartition(".")
-    return getattr(model.get_submodule(path), attribute)
 
 
 def tensor_errors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, float]:

@@ -16,16 +16,19 @@ from autopar.sharding.layout import Layout, Mesh
 #: Charge for starting one collective, in bytes on the wire: what a 10 us start costs on a 25 GB/s link. It only decides
 #: between paths of nearly equal volume (fewer collectives win); seconds come from the cost model.
 START_BYTES = 256 * 1024
-#: Charge of a local chunk, so that a path never chunks without need.
-CHUNK_BYTES = 1
+#: Moves without communication: every rank drops what is not its own.
+LOCAL = frozenset({"chunk", "mask"})
+#: Charge of a local move, so that a path never makes one without need.
+LOCAL_BYTES = 1
 
 
 @dataclass(frozen=True)
 class Step:
     """One elementary move on one axis.
 
-    ``kind`` is ``chunk`` (local), ``all_gather``, ``all_to_all``, ``reduce_scatter`` or ``all_reduce``; ``source`` the
-    dim that is gathered, ``target`` the dim that is cut, ``op`` the reduction. ``before`` and ``after`` are layouts.
+    ``kind`` is ``chunk`` or ``mask`` (local: keep one piece, or make all replicas but the first zero, so that they add
+    up), ``all_gather``, ``all_to_all``, ``reduce_scatter`` or ``all_reduce``; ``source`` is the dim that is gathered,
+    ``target`` the dim that is cut, ``op`` the reduction. ``before`` and ``after`` are layouts.
     """
 
     kind: str
@@ -56,7 +59,7 @@ def _moves(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Step]
         if op == "sum":
             for d in range(ndim):
                 if room(d, axis):
-                    after = _with_dim(reduced, d, layout.dims[d] + (axis,))
+                    after = _with_dim(reduced, d, (*layout.dims[d], axis))
                     yield Step("reduce_scatter", axis, layout, after, target=d, op=op)
     for d, axes in enumerate(layout.dims):
         if axes:
@@ -68,9 +71,12 @@ def _moves(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Step]
                     yield Step("all_to_all", axes[-1], layout, after, source=d, target=e)
     for axis in mesh.names:
         if axis not in used:
+            owed = tuple(sorted((*layout.partial, (axis, "sum"))))
+            if all(op == "sum" for _, op in owed):
+                yield Step("mask", axis, layout, Layout(layout.dims, owed), op="sum")
             for d in range(ndim):
                 if room(d, axis):
-                    yield Step("chunk", axis, layout, _with_dim(layout, d, layout.dims[d] + (axis,)), target=d)
+                    yield Step("chunk", axis, layout, _with_dim(layout, d, (*layout.dims[d], axis)), target=d)
 
 
 def _numel(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> int:
@@ -88,8 +94,8 @@ def whole_elements(step: Step, mesh: Mesh, shape: tuple[int, ...]) -> int:
 
 
 def _charge(step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int) -> float:
-    if step.kind == "chunk":
-        return CHUNK_BYTES
+    if step.kind in LOCAL:
+        return LOCAL_BYTES
     n = mesh.degree(step.axis)
     volume = (n - 1) / n * whole_elements(step, mesh, shape) * itemsize
     return START_BYTES + {"all_reduce": 2.0, "all_to_all": 1.0 / n}.get(step.kind, 1.0) * volume
@@ -120,7 +126,7 @@ def redistribution(
     source: Layout, target: Layout, mesh: Mesh, shape: tuple[int, ...], itemsize: int
 ) -> tuple[Step, ...] | None:
     """The cheapest steps from ``source`` to ``target`` for a tensor of global ``shape``; () if they are equal, None if
-    there is no way (a ``partial`` cannot be made, and pieces must have equal shapes)."""
+    there is no way (pieces must have equal shapes, and only sums can be owed on purpose)."""
     if source == target:
         return ()
     paths = _paths_from(source, mesh, tuple(shape), itemsize)

@@ -20,7 +20,7 @@ from autopar.cost_model.memory import SYMBOLS as STATE_SYMBOLS
 from autopar.cost_model.memory import state_formulas
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value
-from autopar.sharding.redistribute import Step, redistribution, whole_elements
+from autopar.sharding.redistribute import LOCAL, Step, redistribution, whole_elements
 from autopar.sharding.rule import Strategy, layouts, work_share
 from autopar.solver.program import Edge, Floats, Program
 from autopar.solver.space import Flow, Space
@@ -45,8 +45,8 @@ class Prices:
     mesh: Mesh
 
     def step_seconds(self, step: Step, spec: TensorSpec) -> float:
-        """Seconds of one elementary move of a redistribution; a chunk is local and free."""
-        if step.kind == "chunk":
+        """Seconds of one elementary move of a redistribution; local ones are free."""
+        if step.kind in LOCAL:
             return 0.0
         return self._collective(step.kind, step.axis, whole_elements(step, self.mesh, spec.shape) * spec.dtype.itemsize)
 

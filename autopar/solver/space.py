@@ -307,7 +307,9 @@ class SpaceBuilder:
             return None
         d, offered = offer
         by_layout: dict[Layout, Strategy] = {}
-        for s in sorted(every, key=lambda s: work_share(op.rule, s, self.mesh)):
+        # Partial sums may come in by this operand alone: whether others can be partial too is their producers' to say.
+        alone = [s for s in every if all(c.linear is None or c.linear == {i} for c in s)]
+        for s in sorted(alone, key=lambda s: work_share(op.rule, s, self.mesh)):
             by_layout.setdefault(self._of(op, s)[0][i], s)
         if any(layout not in by_layout for layout in offered):
             return None

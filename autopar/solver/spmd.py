@@ -12,7 +12,7 @@ from autopar.plan import Collective
 from autopar.sharding.assignment import Assignment, Transfer, transfers
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operators, read_operators
-from autopar.sharding.redistribute import whole_elements
+from autopar.sharding.redistribute import LOCAL, whole_elements
 from autopar.sharding.rule import layouts, work_share
 from autopar.solver.costs import Prices, local_work, price, saved_values, state_bytes
 from autopar.solver.program import Program, Solution, solve
@@ -134,7 +134,7 @@ def _collectives(
     totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
     for transfer in transfers(operators, output_values(captured), assignment):
         for step in transfer.steps:
-            if step.kind == "chunk":
+            if step.kind in LOCAL:
                 continue
             nbytes = whole_elements(step, assignment.mesh, transfer.spec.shape) * transfer.spec.dtype.itemsize
             total = totals[step.kind, step.axis, _purpose(transfer, parameters)]
