@@ -14,9 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from autopar.capture import refuse_empty
 from autopar.capture.hf import default_seq_len, example_batch, is_transformers_model
 from autopar.cluster import Cluster
-from autopar.errors import InputError, OptimizerError, PlanError, WorkloadError
+from autopar.errors import (
+    AutoparError,
+    ClusterError,
+    HintError,
+    InputError,
+    OptimizerError,
+    PlanError,
+    WorkloadError,
+)
 from autopar.hints import Hints
 from autopar.plan import Plan
 from autopar.runtime.module import ParallelModule
@@ -48,6 +57,7 @@ def plan(
     batch, as a dict of keyword arguments, a tuple of positional ones, or a tensor; meta tensors are enough.
     Raises ClusterError, WorkloadError, HintError, CaptureError, InfeasibleError.
     """
+    _check_arguments(model, cluster=cluster, workload=workload, hints=hints)
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     workload, args, kwargs = _batch(model, workload or Workload(), example_inputs, cluster.size)
     captured = capture_batch(model, args, kwargs)
@@ -70,14 +80,8 @@ def parallelize(
     initialises itself. Raises PlanError if the plan is for another model or number of ranks, OptimizerError if an
     optimizer already holds the model's parameters, and what `plan` raises.
     """
+    _check_arguments(model, cluster=cluster, workload=workload, hints=hints, plan=plan)
     ensure_process_group()
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        raise PlanError(
-            f"{type(model).__name__} is parallel already",
-            expected="a model with ordinary parameters",
-            found="DTensor parameters",
-            change="pass the original model",
-        )
     _refuse_optimizers(model)
     if plan is None:
         plan = _plan_together(model, cluster, workload, hints, example_inputs)
@@ -100,6 +104,7 @@ def verify(
     cluster, the model is planned for it and all its ranks are simulated. ``example_inputs`` is a real batch; without it
     a random one is made for transformers language models. Raises what `plan` raises.
     """
+    _check_arguments(model, plan_or_cluster=plan_or_cluster, workload=workload, hints=hints)
     if isinstance(plan_or_cluster, Plan):
         small = shrink(plan_or_cluster)
         cluster = Cluster.from_dict(small.cluster)
@@ -110,6 +115,36 @@ def verify(
     if small is None:
         small = search(model, capture_batch(model, args, kwargs), cluster, workload, hints or Hints())
     return verify_plan(model, small, args, kwargs, steps=steps)
+
+
+#: What the arguments of the pipeline may be (besides None), and the error for anything else.
+_KINDS: dict[str, tuple[tuple[type, ...], type[AutoparError], str]] = {
+    "cluster": ((Cluster, str), ClusterError, 'pass for instance cluster="h100-sxm:16x8"'),
+    "workload": ((Workload,), WorkloadError, "pass for instance Workload(global_batch=64, seq_len=2048)"),
+    "hints": ((Hints,), HintError, "pass for instance Hints(tp=2)"),
+    "plan": ((Plan,), PlanError, "pass what autopar.plan returned, or Plan.load(file)"),
+    "plan_or_cluster": ((Plan, Cluster, str), PlanError, "pass a plan (Plan.load reads a file) or a cluster"),
+}
+
+
+def _check_arguments(model: nn.Module, **arguments: object) -> None:
+    """Arguments of the wrong type, and a model that is parallel already, each by its own error."""
+    for name, value in arguments.items():
+        kinds, error, change = _KINDS[name]
+        if value is not None and not isinstance(value, kinds):
+            raise error(
+                f"{name} is not of a kind that is understood",
+                expected=" or ".join(kind.__name__ for kind in kinds),
+                found=f"{type(value).__name__}: {value!r}"[:200],
+                change=change,
+            )
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise PlanError(
+            f"{type(model).__name__} is parallel already",
+            expected="a model with ordinary parameters",
+            found="DTensor parameters",
+            change="pass the original model",
+        )
 
 
 def _batch(
@@ -137,6 +172,7 @@ def _batch(
             found=repr(example_inputs)[:100],
             change="pass one batch as the model's forward takes it",
         )
+    refuse_empty(tensors)
     shape = tensors[0].shape
     asked = {"global_batch": workload.global_batch, "seq_len": workload.seq_len}
     given = {"global_batch": int(shape[0]), "seq_len": int(shape[1]) if is_transformers_model(model) else None}
@@ -212,16 +248,26 @@ def _check_plan(plan: Plan, model: nn.Module) -> None:
 def _refuse_optimizers(model: nn.Module) -> None:
     """An optimizer that holds the model's parameters would train tensors that nobody uses any more."""
     own = {id(p) for p in model.parameters()}
+    if _optimizer_of(own) is not None:
+        gc.collect()  # one that was deleted may wait in a cycle, with its learning-rate scheduler for instance
+    holder = _optimizer_of(own)
+    if holder is not None:
+        raise OptimizerError(
+            f"an optimizer ({type(holder).__name__}) holds the parameters of the model before it is split",
+            expected="the optimizer made after parallelize",
+            found="an optimizer made before it",
+            change="model = autopar.parallelize(model), then optimizer = ...(model.parameters())",
+        )
+
+
+def _optimizer_of(parameters: set[int]) -> torch.optim.Optimizer | None:
+    """A living optimizer that holds one of the parameters, given by id."""
     for candidate in gc.get_objects():
         if issubclass(type(candidate), torch.optim.Optimizer) and any(
-            id(p) in own for group in candidate.param_groups for p in group["params"]
+            id(p) in parameters for group in candidate.param_groups for p in group["params"]
         ):
-            raise OptimizerError(
-                f"a {type(candidate).__name__} holds the parameters of the model before it is split",
-                expected="the optimizer made after parallelize",
-                found="an optimizer made before it",
-                change="model = autopar.parallelize(model), then optimizer = ...(model.parameters())",
-            )
+            return candidate  # type: ignore[no-any-return]
+    return None
 
 
 def shrink(plan: Plan) -> Plan:

@@ -1,7 +1,7 @@
 """Redistribution steps as functional collectives on axis-named groups.
 
-Groups are written as ``axis:NAME`` and bound to process groups when a graph is loaded (bind.py), so the emitted graph is
-the same on every rank and on every machine.
+Groups are written as ``axis:NAME`` and bound to process groups when a graph is loaded (bind.py), so the emitted graph
+is the same on every rank and on every machine.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from dist import models
-from dist.models import largest_error
+from dist import small_models as models
+from dist.small_models import largest_error
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 

@@ -19,11 +19,11 @@ from autopar._compat import (
 )
 from autopar.capture.blocks import block_classes, label
 from autopar.capture.graph import Buffer, Captured, Output, Parameter, spec_of
-from autopar.capture.normalize import aten, normalize
-from autopar.capture.trace import SEED, Traced, trace
+from autopar.capture.normalize import aten, normalize, repeat_in_backward
+from autopar.capture.trace import SEED, Traced, refuse_empty, trace
 from autopar.errors import CaptureError
 
-__all__ = ["Captured", "capture"]
+__all__ = ["Captured", "capture", "refuse_empty"]
 
 
 def capture(
@@ -45,14 +45,15 @@ def capture(
     parameters = _parameters(traced, graph, inputs)
     _give_gradients_an_order(graph, parameters)
     normalize(graph)
+    held = [Buffer(b.name.removeprefix(traced.prefix), b.placeholder) for b in inputs["buffers"] if b.name != SEED]
+    buffers = tuple(held + constants)
     gradients = {p.name: node for p, node in zip(parameters, _gradient_nodes(graph, parameters), strict=True)}
     parameters = tuple(Parameter(p.name, p.aliases, p.spec, p.placeholder, gradients[p.name]) for p in parameters)
     label(graph, [(p.placeholder, p.name) for p in parameters])
+    repeat_in_backward(graph, {*(p.placeholder for p in parameters), *(b.placeholder for b in buffers)})
     traced.module.recompile()
     outputs = _outputs(graph, inputs)
     seed = next((b for b in inputs["buffers"] if b.name == SEED and b.placeholder.users), None)
-    held = [Buffer(b.name.removeprefix(traced.prefix), b.placeholder) for b in inputs["buffers"] if b.name != SEED]
-    buffers = tuple(held + constants)
     return Captured(
         traced.module,
         parameters,

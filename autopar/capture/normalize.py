@@ -287,6 +287,38 @@ def sums_through_views(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
+def repeat_in_backward(graph: fx.Graph, kept_inputs: set[fx.Node]) -> None:
+    """Give the backward its own copy of what follows from ``kept_inputs`` (parameters, buffers, constants) alone.
+
+    Such values need not be kept: the backward makes them again from what rests between steps, and with ZeRO-3 gathers
+    the weight again. As operators of their own they have their own layouts and are paid for. Products are not repeated.
+    """
+    free = set(kept_inputs)
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node in kept_inputs:
+            return node
+        if node not in copies:
+            inputs = {arg: copy(arg) for arg in node.all_input_nodes}
+            with graph.inserting_after(node):
+                copies[node] = graph.node_copy(node, lambda n: inputs[n])
+            copies[node].meta = {**node.meta, "backward": True}
+        return copies[node]
+
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.meta["backward"] or node.target is aten.einsum.default:
+            continue
+        if all(arg in free for arg in node.all_input_nodes):
+            free.add(node)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.meta["backward"] and node not in copies.values():
+            for arg in node.all_input_nodes:
+                if arg in free and arg not in kept_inputs:
+                    node.replace_input_with(arg, copy(arg))
+    graph.lint()
+
+
 NORMAL_FORM: tuple[Callable[[fx.Graph], None], ...] = (
     drop_noops,
     products_to_einsum,

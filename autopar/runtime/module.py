@@ -83,7 +83,7 @@ class ParallelModule(nn.Module):
         mesh = plan.mesh
         device_mesh = make_device_mesh(mesh)
         tree = parallel_tree(model, {name: p.storage for name, p in plan.parameters.items()}, mesh, device_mesh)
-        for name, child in tree.named_children():
+        for name, child in tree._modules.items():  # named_children would leave out a module's second name
             self.add_module(name, child)
         for name, p in tree.named_parameters(recurse=False):
             self.register_parameter(name, p)

@@ -61,12 +61,7 @@ def choose(captured: Captured, operators: Operators, plan: Plan) -> tuple[Any, n
 def emit(captured: Captured, operators: Operators, assignment: Assignment) -> Specialization:
     """Shard, tag and partition."""
     sharded = shard(captured, operators, assignment)
-    kept = {
-        sharded.coordinates,
-        *(sharded.inputs[p.placeholder] for p in captured.parameters),
-        *(sharded.inputs[b.placeholder] for b in captured.buffers),
-    }
-    recompute.tag(sharded.module.graph, kept)
+    recompute.tag(sharded.module.graph)
     return Specialization(captured, operators, assignment, sharded, partition(sharded))
 
 

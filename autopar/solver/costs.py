@@ -96,23 +96,23 @@ def local_work(op: Operator, operators: Operators, mesh: Mesh, strategy: Strateg
     return op.flops * work_share(op.rule, strategy, mesh), float(moved), dtype
 
 
-def storage_of(operators: Operators, value: Value) -> Value:
-    """The value whose storage ``value`` shares, through views."""
-    while value.node in operators.by_node and operators.by_node[value.node].is_view:
-        value = operators.by_node[value.node].operands[0]
-    return value
+def saved_values(operators: Operators, in_place: Callable[[Operator], bool]) -> list[Value]:
+    """The forward values kept for the backward, each storage once.
 
-
-def saved_values(captured: Captured, operators: Operators) -> list[Value]:
-    """The forward values kept for the backward, each storage once. Placeholders are kept anyway, and what follows from
-    parameters and inputs by views alone is made again."""
+    A view shares the storage of its operand if that is read ``in_place``, not redistributed first. Placeholders are
+    kept anyway.
+    """
     saved: dict[Value, None] = {}
     for value, users in operators.consumers.items():
         op = operators.by_node.get(value.node)
-        if op is not None and not op.backward and any(operators.by_node[n].backward for n, _ in users):
-            base = storage_of(operators, value)
-            if base.node in operators.by_node:
-                saved[base] = None
+        if op is None or op.backward or not any(operators.by_node[n].backward for n, _ in users):
+            continue
+        while value.node in operators.by_node and operators.by_node[value.node].is_view:
+            if not in_place(operators.by_node[value.node]):
+                break
+            value = operators.by_node[value.node].operands[0]
+        if value.node in operators.by_node:
+            saved[value] = None
     return list(saved)
 
 
@@ -135,6 +135,11 @@ def _operator_seconds(space: Space, operators: Operators, prices: Prices) -> lis
     return seconds
 
 
+def _follows(space: Space, operators: Operators, view: Operator) -> bool:
+    source = view.operands[0].node
+    return source in operators.by_node and space.of_node[source][0] == space.of_node[view.node][0]
+
+
 def memory_by_option(space: Space, captured: Captured, operators: Operators, optimizer: str) -> list[Floats]:
     """Bytes that every option of every decision keeps on a device: parameter state, and activations saved for the
     backward."""
@@ -144,7 +149,8 @@ def memory_by_option(space: Space, captured: Captured, operators: Operators, opt
         for k, layout in enumerate(chosen):
             local = layout.local_bytes(space.mesh, p.spec) // p.spec.dtype.itemsize
             memory[d][k] += sum(state_bytes(local, p.spec.dtype, optimizer, p.gradient is not None).values())
-    for value in saved_values(captured, operators):
+    # A view that follows its operand reads it as it is; one that decides for itself may have it redistributed.
+    for value in saved_values(operators, lambda view: _follows(space, operators, view)):
         op = operators.by_node[value.node]
         d, strategies = space.of_node[value.node]
         for k, strategy in enumerate(strategies):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from autopar.errors import InfeasibleError
 from autopar.hints import Hints, check_hints
 from autopar.plan import Alternative, ParameterPlan, Plan
 from autopar.report.describe import describe_layers, describe_replicated
+from autopar.report.units import bytes_text
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operators
 from autopar.solver.carry import hint_pins, operator_choices
@@ -129,10 +131,10 @@ def _does_not_fit(task: _Task, hints: Hints, pins: Pins, budget: float) -> Infea
     """Which budget, by how many bytes, and the nearest plan that would fit."""
 
     def describe(mesh: Mesh, least: float) -> str:
-        return f"{', '.join(f'{a}={n}' for a, n in mesh.axes)} with {least / 2**30:.3f} GiB ({int(least)} bytes)"
+        return f"{', '.join(f'{a}={n}' for a, n in mesh.axes)} with {math.ceil(least)} bytes ({bytes_text(least)})"
 
     least, mesh = min(((task.least_memory(m, pins), m) for m in meshes(task.cluster.size, hints)), key=lambda c: c[0])
-    free = min(
+    free, free_mesh = min(
         ((task.least_memory(m, Pins(zero=3)), m) for m in meshes(task.cluster.size, Hints())), key=lambda c: c[0]
     )
     source = (
@@ -140,17 +142,16 @@ def _does_not_fit(task: _Task, hints: Hints, pins: Pins, budget: float) -> Infea
         if hints.memory_bytes and hints.memory_bytes <= budget
         else f"one {task.cluster.device.name}"
     )
-    if free[0] <= budget:
-        change = f"drop hints: {describe(free[1], free[0])} and zero=3 fits"
+    if free <= budget:
+        change = f"drop hints: {describe(free_mesh, free)} and zero=3 fits"
     else:
-        change = (
-            f"raise the limit to {int(min(least, free[0]))} bytes, take more devices, or a smaller batch or sequence; "
-            f"the plan nearest to fitting is {describe(*((mesh, least) if least <= free[0] else (free[1], free[0])))}"
-        )
+        change = f"raise the limit to {math.ceil(least)} bytes, take more devices, or a smaller batch or sequence"
+        if free < least:
+            change += f"; without the other hints {describe(free_mesh, free)} and zero=3 is nearest to fitting"
     return InfeasibleError(
         "no plan fits into the memory of a device",
         expected=f"at most {int(budget)} bytes a device ({source})",
-        found=f"{int(least - budget)} bytes ({(least - budget) / 2**30:.3f} GiB) too many: the smallest plan that "
+        found=f"{math.ceil(least - budget)} bytes ({bytes_text(least - budget)}) too many: the smallest plan that "
         f"the hints allow is {describe(mesh, least)}",
         change=change,
     )

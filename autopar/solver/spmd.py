@@ -9,9 +9,9 @@ from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.cost_model.communication import wire_bytes
 from autopar.plan import Collective
-from autopar.sharding.assignment import Assignment, Transfer, transfers
+from autopar.sharding.assignment import Assignment, Transfer, result_layouts, transfers
 from autopar.sharding.layout import Mesh
-from autopar.sharding.operators import Operators, read_operators
+from autopar.sharding.operators import Operator, Operators, read_operators
 from autopar.sharding.redistribute import LOCAL, whole_elements
 from autopar.sharding.rule import layouts, work_share
 from autopar.solver.costs import Prices, local_work, price, saved_values, state_bytes
@@ -155,7 +155,13 @@ def _memory(captured: Captured, operators: Operators, assignment: Assignment, op
         local = assignment.sources[p.placeholder].local_bytes(assignment.mesh, p.spec) // p.spec.dtype.itemsize
         for kind, nbytes in state_bytes(local, p.spec.dtype, optimizer, p.gradient is not None).items():
             totals[kind] += nbytes
-    for value in saved_values(captured, operators):
+    produced = result_layouts(operators, assignment)
+
+    def in_place(view: Operator) -> bool:
+        wanted = layouts(view.rule, assignment.strategies[view.node], assignment.mesh)[0][0]
+        return produced[view.operands[0]] == wanted
+
+    for value in saved_values(operators, in_place):
         outs = layouts(operators.by_node[value.node].rule, assignment.strategies[value.node], assignment.mesh)[1]
         totals["activations"] += outs[value.index].local_bytes(assignment.mesh, operators.specs[value])
     return {kind: int(nbytes) for kind, nbytes in totals.items()}
