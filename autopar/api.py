@@ -266,7 +266,7 @@ def _optimizer_of(parameters: set[int]) -> torch.optim.Optimizer | None:
         if issubclass(type(candidate), torch.optim.Optimizer) and any(
             id(p) in parameters for group in candidate.param_groups for p in group["params"]
         ):
-            return candidate  # type: ignore[no-any-return]
+            return candidate
     return None
 
 

@@ -37,11 +37,11 @@ class Case:
         return model, batch
 
 
-def _seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Run ``build`` with a fixed seed, leaving the global generator as it was; norms and biases made random too, since
     at 1 and 0 they hide mistakes."""
 
-    def seeded() -> nn.Module:
+    def build_seeded() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1234)
             model = build()
@@ -51,7 +51,7 @@ def _seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
                         p.add_(0.1 * torch.randn_like(p))
         return model.train()
 
-    return seeded
+    return build_seeded
 
 
 def _generator() -> torch.Generator:
@@ -216,7 +216,7 @@ class _Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.attention(self.before_attention(x)))
-        return x + self.drop(self.down(F.relu(self.up(self.before_mlp(x)))))
+        return x + self.drop(self.down(F.gelu(self.up(self.before_mlp(x)))))
 
 
 class Transformer(nn.Module):
@@ -237,15 +237,15 @@ class Transformer(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-LLAMA = Case("llama", _seeded(llama), causal_batch)
+LLAMA = Case("llama", seeded(llama), causal_batch)
 #: SmolLM2's proportions: 9 heads, 3 KV heads, a hidden size of 9 x 8. No degree but 3 divides its heads.
-SMOLLM2 = Case("smollm2", _seeded(lambda: llama(heads=9, kv_heads=3, hidden=72, ffn=192)), causal_batch)
-GPT2 = Case("gpt2", _seeded(gpt2), causal_batch)
-GPT2_EAGER = Case("gpt2-eager", _seeded(lambda: gpt2("eager")), right_padded_batch)
-BERT = Case("bert", _seeded(bert), masked_batch)
-PERCEPTRON = Case("mlp", _seeded(MLP), mlp_batch)
-WRITTEN_OUT = Case("written-out", _seeded(lambda: Transformer(fused=False, dropout=0.0)), plain_batch)
-FUSED = Case("fused-dropout", _seeded(lambda: Transformer(fused=True, dropout=0.2)), plain_batch)
+SMOLLM2 = Case("smollm2", seeded(lambda: llama(heads=9, kv_heads=3, hidden=72, ffn=192)), causal_batch)
+GPT2 = Case("gpt2", seeded(gpt2), causal_batch)
+GPT2_EAGER = Case("gpt2-eager", seeded(lambda: gpt2("eager")), right_padded_batch)
+BERT = Case("bert", seeded(bert), masked_batch)
+PERCEPTRON = Case("mlp", seeded(MLP), mlp_batch)
+WRITTEN_OUT = Case("written-out", seeded(lambda: Transformer(fused=False, dropout=0.0)), plain_batch)
+FUSED = Case("fused-dropout", seeded(lambda: Transformer(fused=True, dropout=0.2)), plain_batch)
 
 CASES = (LLAMA, SMOLLM2, GPT2, GPT2_EAGER, BERT, PERCEPTRON, WRITTEN_OUT, FUSED)
 

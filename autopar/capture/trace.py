@@ -199,6 +199,8 @@ def refuse_empty(tensors: Iterable[Tensor]) -> None:
         )
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()  # the first forward for a shape may be one of an evaluation loop under no_grad
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool | None = None) -> Traced:
     """Trace ``model(*args, **kwargs)`` with its backward.
 

@@ -50,7 +50,7 @@ def choose(captured: Captured, operators: Operators, plan: Plan) -> tuple[Any, n
         plan.mesh,
         Cluster.from_dict(plan.cluster),
         optimizer,
-        plan_pins(operators, plan),
+        plan_pins(captured, operators, plan),
         float("inf"),
     )
     solution = solve(program)

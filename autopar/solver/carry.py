@@ -63,19 +63,19 @@ def operator_pin(operators: Operators, choices: Mapping[str, Mapping[str, str]])
     return pin
 
 
-def storage_pin(plan: Plan) -> Callable[[str, Layout], bool]:
-    """Whether a layout is the one that ``plan`` has for a parameter: by name, else by what most of its pattern have."""
+def storage_of(plan: Plan) -> Callable[[str], Layout | None]:
+    """The layout that ``plan`` has for a parameter: by name, else what most of its pattern have, else None."""
     votes: dict[str, Counter[Layout]] = defaultdict(Counter)
     for name, parameter in plan.parameters.items():
         votes[pattern(name)][parameter.storage] += 1
 
-    def pin(name: str, layout: Layout) -> bool:
+    def find(name: str) -> Layout | None:
         if name in plan.parameters:
-            return plan.parameters[name].storage == layout
+            return plan.parameters[name].storage
         common = votes.get(pattern(name))
-        return common is None or common.most_common(1)[0][0] == layout
+        return None if common is None else common.most_common(1)[0][0]
 
-    return pin
+    return find
 
 
 def hint_pins(captured: Captured, hints: Hints) -> Pins:
@@ -85,9 +85,18 @@ def hint_pins(captured: Captured, hints: Hints) -> Pins:
     def storage(name: str, layout: Layout) -> bool:
         return all(axis in layout.dims[dim] for axis, dim in matching(hints, *aliases[name]).items())
 
-    return Pins(storage=storage, zero=hints.zero)
+    zero_dims = {name: dims["dp"] for name, names in aliases.items() if "dp" in (dims := matching(hints, *names))}
+    return Pins(storage=storage, zero=hints.zero, zero_dims=zero_dims)
 
 
-def plan_pins(operators: Operators, plan: Plan) -> Pins:
+def plan_pins(captured: Captured, operators: Operators, plan: Plan) -> Pins:
     """The pins that carry ``plan`` to a graph."""
-    return Pins(storage=storage_pin(plan), operator=operator_pin(operators, plan.operators), zero=plan.zero or 0)
+    storage = storage_of(plan)
+    layouts = {p.name: layout for p in captured.parameters if (layout := storage(p.name)) is not None}
+    zero_dims = {name: d for name, layout in layouts.items() if (d := layout.dim_of("dp")) is not None}
+    return Pins(
+        storage=lambda name, layout: name not in layouts or layouts[name] == layout,
+        operator=operator_pin(operators, plan.operators),
+        zero_dims=zero_dims,
+        strict=False,
+    )

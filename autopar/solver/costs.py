@@ -96,21 +96,23 @@ def local_work(op: Operator, operators: Operators, mesh: Mesh, strategy: Strateg
     return op.flops * work_share(op.rule, strategy, mesh), float(moved), dtype
 
 
-def saved_values(operators: Operators, in_place: Callable[[Operator], bool]) -> list[Value]:
-    """The forward values kept for the backward, each storage once.
+def read_by_backward(operators: Operators) -> list[Value]:
+    """The results of forward operators that the backward reads."""
+    by_node = operators.by_node
+    return [
+        value
+        for value, users in operators.consumers.items()
+        if value.node in by_node and not by_node[value.node].backward and any(by_node[n].backward for n, _ in users)
+    ]
 
-    A view shares the storage of its operand if that is read ``in_place``, not redistributed first. Placeholders are
-    kept anyway.
-    """
+
+def saved_values(operators: Operators, in_place: Callable[[Operator], bool]) -> list[Value]:
+    """The forward values kept for the backward, each storage once: a view shares the storage of its operand if that is
+    read ``in_place``, not redistributed first. Placeholders are kept anyway."""
     saved: dict[Value, None] = {}
-    for value, users in operators.consumers.items():
-        op = operators.by_node.get(value.node)
-        if op is None or op.backward or not any(operators.by_node[n].backward for n, _ in users):
-            continue
-        while value.node in operators.by_node and operators.by_node[value.node].is_view:
-            if not in_place(operators.by_node[value.node]):
-                break
-            value = operators.by_node[value.node].operands[0]
+    for value in read_by_backward(operators):
+        while (op := operators.by_node.get(value.node)) is not None and op.is_view and in_place(op):
+            value = op.operands[0]
         if value.node in operators.by_node:
             saved[value] = None
     return list(saved)
@@ -169,6 +171,7 @@ def price(
 ) -> Program:
     """The integer program of a space."""
     seconds = _operator_seconds(space, operators, prices)
+    seconds = [np.where(d.allowed, s, np.inf) for d, s in zip(space.decisions, seconds, strict=True)]
     memory = memory_by_option(space, captured, operators, optimizer)
     edges = _merged((prices.flow_matrix(flow), count) for flow, count in space.flows.items())
     return Program(seconds, memory, edges, budget)

@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
-from autopar.errors import InfeasibleError
+from autopar.errors import HintError, InfeasibleError
 from autopar.hints import Hints, check_hints
 from autopar.plan import Alternative, ParameterPlan, Plan
 from autopar.report.describe import describe_layers, describe_replicated
@@ -22,7 +22,7 @@ from autopar.sharding.operators import Operators
 from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.program import solve
 from autopar.solver.space import Pins
-from autopar.solver.spmd import Solved, make_program, read, solve_mesh
+from autopar.solver.spmd import Solved, account, make_program, read, solve_mesh
 from autopar.workload import Workload
 
 #: What `Plan.gap` is a bound over.
@@ -42,20 +42,32 @@ class _Task:
     workload: Workload
 
     def solve(self, mesh: Mesh, pins: Pins, budget: float) -> Solved | None:
-        return solve_mesh(self.captured, self.operators, mesh, self.cluster, self.workload.optimizer, pins, budget)
+        """The fastest assignment on ``mesh`` that keeps at most ``budget`` bytes a device, or None.
+
+        The program counts a saved view as the solver expects it to be read; where the account of the answer comes out
+        higher, the program's budget is lowered by the difference and it is solved again.
+        """
+        limit = budget
+        while True:
+            solved = solve_mesh(self.captured, self.operators, mesh, self.cluster, self.workload.optimizer, pins, limit)
+            if solved is None or solved.peak_memory <= budget:
+                return solved
+            limit -= solved.peak_memory - budget
 
     def least_memory(self, mesh: Mesh, pins: Pins) -> float:
-        """The fewest bytes a device that any assignment on ``mesh`` needs."""
-        _, program = make_program(
-            self.captured, self.operators, mesh, self.cluster, self.workload.optimizer, pins, np.inf
-        )
+        """Bytes a device with which `solve` finds an assignment on ``mesh``, about the fewest; inf if pins allow none."""
+        optimizer = self.workload.optimizer
+        space, program = make_program(self.captured, self.operators, mesh, self.cluster, optimizer, pins, np.inf)
         # Only bytes count; where there is no way between two layouts there still is none.
-        program.seconds = [
-            np.where(np.isfinite(s), m * 1e-9, s) for s, m in zip(program.seconds, program.memory, strict=True)
-        ]
+        pairs = zip(program.seconds, program.memory, strict=True)
+        program.seconds = [np.where(np.isfinite(s), m * 1e-9, s) for s, m in pairs]
         program.edges = [replace(e, cost=np.where(np.isfinite(e.cost), 0.0, np.inf)) for e in program.edges]
         solution = solve(program)
-        return float("inf") if solution is None else solution.memory
+        if solution is None:
+            return float("inf")
+        assignment = space.assignment(solution.options)
+        solved = account(self.captured, self.operators, assignment, self.cluster, optimizer, solution)
+        return max(solution.memory, solved.peak_memory)
 
 
 def structure_hash(names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str:
@@ -83,14 +95,14 @@ def search(model: nn.Module, captured: Captured, cluster: Cluster, workload: Wor
     solved: list[tuple[Mesh, Solved | None]] = [(m, task.solve(m, pins, budget)) for m in meshes(cluster.size, hints)]
     fitting = sorted((s for _, s in solved if s is not None), key=lambda s: s.step_time)
     if not fitting:
-        raise _does_not_fit(task, hints, pins, budget)
+        raise _no_plan(task, hints, pins, budget)
     best = fitting[0]
     others = list(fitting[1:])
     if hints.zero is None and best.mesh.degree("dp") > 1:
         other = task.solve(best.mesh, replace(pins, zero=0 if best.zero == 3 else 3), float("inf"))
         others += [other] if other is not None and other.zero != best.zero else []
     alternatives = [_alternative(best, s, budget) for s in others]
-    alternatives += [_unfit(task, m, pins, budget) for m, s in solved if s is None]
+    alternatives += [a for m, s in solved if s is None and (a := _unfit(task, m, pins, budget)) is not None]
     bound = min(s.bound for s in fitting)
     return _plan(model, task, hints, best, tuple(sorted(alternatives, key=lambda a: a.step_time)), bound)
 
@@ -113,27 +125,29 @@ def _change(other: float, best: float) -> str:
     return f"{other / best:.2f}x" if best > 0 else f"+{other * 1e3:.3g} ms"
 
 
-def _unfit(task: _Task, mesh: Mesh, pins: Pins, budget: float) -> Alternative:
-    """A mesh on which nothing fits, with its fastest assignment if memory were no matter."""
+def _unfit(task: _Task, mesh: Mesh, pins: Pins, budget: float) -> Alternative | None:
+    """A mesh on which nothing fits, with its fastest assignment if memory were no matter; None if hints exclude it."""
     solved = task.solve(mesh, pins, float("inf"))
-    assert solved is not None  # without a budget the replicated assignment is always there
-    least = task.least_memory(mesh, pins)
-    return Alternative(
-        dict(mesh.axes),
-        solved.zero,
-        solved.step_time,
-        solved.peak_memory,
-        f"needs {(least - budget) / 2**30:.2f} GiB more than fits",
-    )
+    if solved is None:
+        return None
+    reason = f"needs {(task.least_memory(mesh, pins) - budget) / 2**30:.2f} GiB more than fits"
+    return Alternative(dict(mesh.axes), solved.zero, solved.step_time, solved.peak_memory, reason)
 
 
-def _does_not_fit(task: _Task, hints: Hints, pins: Pins, budget: float) -> InfeasibleError:
-    """Which budget, by how many bytes, and the nearest plan that would fit."""
+def _no_plan(task: _Task, hints: Hints, pins: Pins, budget: float) -> HintError | InfeasibleError:
+    """Why there is no plan: hints that no mesh can keep, or a budget, by how many bytes, and the nearest that fits."""
 
     def describe(mesh: Mesh, least: float) -> str:
         return f"{', '.join(f'{a}={n}' for a, n in mesh.axes)} with {math.ceil(least)} bytes ({bytes_text(least)})"
 
     least, mesh = min(((task.least_memory(m, pins), m) for m in meshes(task.cluster.size, hints)), key=lambda c: c[0])
+    if least == math.inf:
+        return HintError(
+            "the hints cannot be kept together",
+            expected=f"a mesh dp x tp = {task.cluster.size} on which every hinted dim divides",
+            found=f"none for {hints.to_dict()}",
+            change="drop a hint of shard, or give degrees that divide its dims",
+        )
     free, free_mesh = min(
         ((task.least_memory(m, Pins(zero=3)), m) for m in meshes(task.cluster.size, Hints())), key=lambda c: c[0]
     )

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 from torch import fx
 
 from autopar.capture.blocks import block_path
@@ -19,7 +21,7 @@ from autopar.capture.graph import Captured, Parameter
 from autopar.sharding.assignment import AliasKey, Assignment
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value, splits_batch, value_of
-from autopar.sharding.rule import REPLICATE, Choice, Strategy, layouts, strategies, work_share
+from autopar.sharding.rule import REPLICATE, Choice, Strategy, layouts, strategies
 from autopar.solver.program import Ints
 
 #: The axis that carries data parallelism: it splits the batch and nothing else (DESIGN section 8).
@@ -28,20 +30,32 @@ DATA_AXIS = "dp"
 
 @dataclass(frozen=True)
 class Pins:
-    """What is decided already. ``storage(name, layout)`` says whether a parameter may rest in a layout,
-    ``operator(node, strategy)`` whether an operator may take a strategy."""
+    """What is decided already.
+
+    ``storage(name, layout)`` says whether a parameter may rest in a layout, ``operator(node, strategy)`` whether an
+    operator may take a strategy; ``zero`` 0 or 3 settles what the data axis does with parameters, ``zero_dims`` which
+    dim it splits, by name. Pins only close options: the space is the same with and without. ``strict`` pins (hints)
+    may leave no option; others (a plan carried to other shapes) then fall back to all.
+    """
 
     storage: Callable[[str, Layout], bool] = lambda name, layout: True
     operator: Callable[[fx.Node, Strategy], bool] = lambda node, strategy: True
     zero: int | None = None
+    zero_dims: Mapping[str, int] = field(default_factory=dict)
+    strict: bool = True
 
 
 @dataclass
 class Decision:
-    """One choice among ``size`` options, taken for ``nodes`` together."""
+    """One choice among options; ``allowed`` says which of them pins leave open."""
 
     label: str
-    size: int
+    allowed: npt.NDArray[np.bool_]
+
+    @property
+    def size(self) -> int:
+        """Number of options."""
+        return len(self.allowed)
 
 
 @dataclass(frozen=True)
@@ -70,9 +84,9 @@ class Space:
     flows: dict[Flow, int] = field(default_factory=lambda: defaultdict(int))
     canon: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
-    def new(self, label: str, size: int) -> int:
+    def new(self, label: str, allowed: Sequence[bool]) -> int:
         """Add a decision, return its index."""
-        self.decisions.append(Decision(label, size))
+        self.decisions.append(Decision(label, np.array(allowed, dtype=bool)))
         return len(self.decisions) - 1
 
     def assignment(self, options: Ints) -> Assignment:
@@ -142,13 +156,13 @@ class SpaceBuilder:
     # -- what enters ------------------------------------------------------------------------------------------------
 
     def _sources(self) -> None:
-        fixed = self.space.new("inputs", 1)
+        fixed = self.space.new("inputs", [True])
         for node in self.captured.graph.find_nodes(op="placeholder"):
             spec = self.operators.specs[Value(node)]
             self.space.of_source[node] = (fixed, [Layout.replicated(len(spec.shape))])
         for output in self.captured.outputs:
             options = self._tensor_layouts(value_of(output.node))
-            d = self.space.new(f"output {output.node.name}", len(options))
+            d = self.space.new(f"output {output.node.name}", [True] * len(options))
             self.space.of_sink.append((d, options))
             if output.tangent is not None:
                 self.space.of_source[output.tangent] = (d, options)
@@ -158,7 +172,20 @@ class SpaceBuilder:
                 self.space.of_source[p.placeholder] = self.space.of_source[first]
             else:
                 options = self._storage_layouts(p)
-                self.space.of_source[p.placeholder] = (self.space.new(p.name, len(options)), options)
+                d = self.space.new(p.name, self._open([self._may_rest(p, layout, options) for layout in options]))
+                self.space.of_source[p.placeholder] = (d, options)
+
+    def _open(self, allowed: list[bool]) -> list[bool]:
+        return allowed if self.pins.strict or any(allowed) else [True] * len(allowed)
+
+    def _may_rest(self, p: Parameter, layout: Layout, options: list[Layout]) -> bool:
+        """Whether pins let a parameter rest in ``layout``. ZeRO-3 asks for the data axis only where a dim divides."""
+        sharded = DATA_AXIS in layout.split_axes
+        if self.pins.zero == 0 and sharded:
+            return False
+        if self.pins.zero == 3 and not sharded and any(DATA_AXIS in other.split_axes for other in options):
+            return False
+        return self.pins.storage(p.name, layout)
 
     def _tensor_layouts(self, value: Value) -> list[Layout]:
         """Layouts without outstanding reductions in which a tensor may be shared: on the data axis the batch, where
@@ -192,20 +219,18 @@ class SpaceBuilder:
             base = Layout.shard(ndim, taken, self.mesh.names)
             if not base.divides(self.mesh, shape):
                 continue
-            sharded = self._zero_layout(base, shape)
-            if self.pins.zero != 3 or sharded is None:
-                found.append(base)
-            if self.pins.zero != 0 and sharded is not None:
+            found.append(base)
+            sharded = self._zero_layout(base, shape, self.pins.zero_dims.get(p.name))
+            if sharded is not None:
                 found.append(sharded)
-        kept = [layout for layout in found if self.pins.storage(p.name, layout)]
-        return kept or found
+        return found
 
-    def _zero_layout(self, base: Layout, shape: Sequence[int]) -> Layout | None:
+    def _zero_layout(self, base: Layout, shape: Sequence[int], dim: int | None) -> Layout | None:
         if DATA_AXIS not in self.mesh.names or self.mesh.degree(DATA_AXIS) == 1:
             return None
         n = self.mesh.degree(DATA_AXIS)
         free = [d for d in range(len(shape)) if not base.dims[d]] + [d for d in range(len(shape)) if base.dims[d]]
-        for d in free:
+        for d in free if dim is None else [dim]:
             if shape[d] > 0 and shape[d] % (base.splits(self.mesh, d) * n) == 0:
                 return Layout((*base.dims[:d], (*base.dims[d], DATA_AXIS), *base.dims[d + 1 :]))
         return None
@@ -237,7 +262,6 @@ class SpaceBuilder:
         every = strategies(op.rule, self.mesh, self._allowed(op))
         if not every:  # the batch divides, but not inside this operator's compound dims
             every = strategies(op.rule, self.mesh, lambda axis, choice: axis != DATA_AXIS or choice.factor is None)
-        every = [s for s in every if self.pins.operator(op.node, s)] or every
         return self._prefer_split(op, every) if op.is_heavy else every
 
     def _prefer_split(self, op: Operator, every: list[Strategy]) -> list[Strategy]:
@@ -286,7 +310,8 @@ class SpaceBuilder:
                     self.space.of_node[op.node] = followed
                     return
         label = f"{op.node.meta['module']} {op.node.name}"
-        self.space.of_node[op.node] = (self.space.new(label, len(every)), every)
+        allowed = self._open([self.pins.operator(op.node, s) for s in every])
+        self.space.of_node[op.node] = (self.space.new(label, allowed), every)
 
     def _offer(self, op: Operator, i: int) -> tuple[int, list[Layout]] | None:
         """Who decides the layout in which operand ``i`` is read, if an operator of the same block and direction."""
@@ -301,18 +326,17 @@ class SpaceBuilder:
         return d, [self._of(producer, s)[1][value.index] for s in chosen]
 
     def _follow(self, op: Operator, i: int, every: list[Strategy]) -> tuple[int, list[Strategy]] | None:
-        """Let ``op`` take what operand ``i`` is offered in, if every offer leaves it a strategy."""
+        """Let ``op`` take what operand ``i`` is offered in, if every offer leaves it exactly one strategy."""
         offer = self._offer(op, i)
         if offer is None:
             return None
         d, offered = offer
-        by_layout: dict[Layout, Strategy] = {}
-        # Partial sums may come in by this operand alone: whether others can be partial too is their producers' to say.
-        alone = [s for s in every if all(c.linear is None or c.linear == {i} for c in s)]
-        for s in sorted(alone, key=lambda s: work_share(op.rule, s, self.mesh)):
-            by_layout.setdefault(self._of(op, s)[0][i], s)
-        if any(layout not in by_layout for layout in offered):
-            return None
+        # Only views hand partial sums on unasked. For any other operator it is a choice whether to reduce first, and
+        # whether its other operands can be partial as well is for their producers to say.
+        alone = [s for s in every if op.is_view or all(c.linear is None for c in s)]
+        by_layout = {self._of(op, s)[0][i]: s for s in alone}
+        if len(by_layout) < len(alone) or any(layout not in by_layout for layout in offered):
+            return None  # the operand does not say which strategy, or offers something that has none
         return d, [by_layout[layout] for layout in offered]
 
     def _alias(self, key: AliasKey) -> tuple[int, list[Layout]] | None:
@@ -329,7 +353,9 @@ class SpaceBuilder:
                 self.space.of_alias[key] = counterpart
             else:
                 options = self._tensor_layouts(key.value)
-                d = self.space.new(f"{'backward' if key.backward else 'forward'} {key.value.node.name}", len(options))
+                d = self.space.new(
+                    f"{'backward' if key.backward else 'forward'} {key.value.node.name}", [True] * len(options)
+                )
                 self.space.of_alias[key] = (d, options)
         return self.space.of_alias[key]
 

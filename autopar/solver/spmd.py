@@ -10,11 +10,11 @@ from autopar.cluster import Cluster
 from autopar.cost_model.communication import wire_bytes
 from autopar.plan import Collective
 from autopar.sharding.assignment import Assignment, Transfer, result_layouts, transfers
-from autopar.sharding.layout import Mesh
-from autopar.sharding.operators import Operator, Operators, read_operators
+from autopar.sharding.layout import Layout, Mesh
+from autopar.sharding.operators import Operators, Value, read_operators
 from autopar.sharding.redistribute import LOCAL, whole_elements
 from autopar.sharding.rule import layouts, work_share
-from autopar.solver.costs import Prices, local_work, price, saved_values, state_bytes
+from autopar.solver.costs import Prices, local_work, price, read_by_backward, state_bytes
 from autopar.solver.program import Program, Solution, solve
 from autopar.solver.space import DATA_AXIS, Pins, Space, build_space, output_values
 
@@ -22,7 +22,8 @@ from autopar.solver.space import DATA_AXIS, Pins, Space, build_space, output_val
 @dataclass(frozen=True)
 class Solved:
     """An assignment with its account: seconds by part, bytes by kind, collectives of a step, the proved lower bound on
-    seconds over the space, and the largest share of the FLOPs that a rank does."""
+    seconds over the space, the largest share of the FLOPs that a rank does, and ``zero``: 3 if some parameter rests
+    sharded over the data axis, else 0."""
 
     mesh: Mesh
     assignment: Assignment
@@ -31,6 +32,7 @@ class Solved:
     collectives: tuple[Collective, ...]
     bound: float
     flops_share: float
+    zero: int
 
     @property
     def step_time(self) -> float:
@@ -41,11 +43,6 @@ class Solved:
     def peak_memory(self) -> int:
         """Bytes a device."""
         return sum(self.memory.values())
-
-    @property
-    def zero(self) -> int:
-        """3 if some parameter rests sharded over the data axis, else 0."""
-        return 3 if any(DATA_AXIS in layout.split_axes for layout in self.assignment.sources.values()) else 0
 
 
 def read(captured: Captured) -> Operators:
@@ -110,6 +107,7 @@ def account(
         collectives,
         min(solution.bound, sum(breakdown.values())),
         local / flops if flops else 1.0,
+        3 if any(DATA_AXIS in assignment.sources[p.placeholder].split_axes for p in captured.parameters) else 0,
     )
 
 
@@ -148,6 +146,21 @@ def _collectives(
     )
 
 
+def saved_storages(operators: Operators, assignment: Assignment) -> set[tuple[Value, Layout]]:
+    """The tensors kept for the backward, each storage once: a value in the layout in which it is kept. A view keeps the
+    storage of its operand, or of the redistributed copy that it reads."""
+    produced = result_layouts(operators, assignment)
+    saved = set()
+    for value in read_by_backward(operators):
+        layout = produced[value]
+        while (op := operators.by_node.get(value.node)) is not None and op.is_view and layout == produced[value]:
+            layout = layouts(op.rule, assignment.strategies[op.node], assignment.mesh)[0][0]
+            value = op.operands[0]
+        if value.node in operators.by_node or layout != produced[value]:
+            saved.add((value, layout))
+    return saved
+
+
 def _memory(captured: Captured, operators: Operators, assignment: Assignment, optimizer: str) -> dict[str, int]:
     """Bytes a device by kind."""
     totals: dict[str, float] = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
@@ -155,13 +168,6 @@ def _memory(captured: Captured, operators: Operators, assignment: Assignment, op
         local = assignment.sources[p.placeholder].local_bytes(assignment.mesh, p.spec) // p.spec.dtype.itemsize
         for kind, nbytes in state_bytes(local, p.spec.dtype, optimizer, p.gradient is not None).items():
             totals[kind] += nbytes
-    produced = result_layouts(operators, assignment)
-
-    def in_place(view: Operator) -> bool:
-        wanted = layouts(view.rule, assignment.strategies[view.node], assignment.mesh)[0][0]
-        return produced[view.operands[0]] == wanted
-
-    for value in saved_values(operators, in_place):
-        outs = layouts(operators.by_node[value.node].rule, assignment.strategies[value.node], assignment.mesh)[1]
-        totals["activations"] += outs[value.index].local_bytes(assignment.mesh, operators.specs[value])
+    for value, layout in saved_storages(operators, assignment):
+        totals["activations"] += layout.local_bytes(assignment.mesh, operators.specs[value])
     return {kind: int(nbytes) for kind, nbytes in totals.items()}

@@ -1,0 +1,55 @@
+"""The bytes that a plan predicts, against what the emitted program really keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import CASES, Case
+
+import autopar
+from autopar.capture import batch_tensors
+from autopar.runtime.simulate import run_ranks
+from autopar.runtime.specialize import Specialization, specialize
+
+HINTS = {
+    "free": autopar.Hints(),
+    "tp4": autopar.Hints(tp=4),
+    "dp4-zero3": autopar.Hints(dp=4, zero=3),
+    "dp2-tp2-zero3": autopar.Hints(dp=2, tp=2, zero=3),
+}
+
+
+def _forward_values(model: torch.nn.Module, special: Specialization, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What rank 0's forward program hands to its backward."""
+    mesh, captured = special.assignment.mesh, special.captured
+    named = dict(model.named_parameters(remove_duplicate=False))
+    inputs = []
+    for rank in range(mesh.size):
+        values = {special.sharded.coordinates.name: torch.tensor(mesh.coordinates(rank))}
+        for p in captured.parameters:
+            layout = special.assignment.sources[p.placeholder]
+            values[special.input_name(p.placeholder)] = layout.local_slice(mesh, named[p.name].detach(), rank).clone()
+        values.update({special.input_name(b.placeholder): b.tensor(model) for b in captured.buffers})
+        given = batch_tensors((), batch)
+        values.update({special.input_name(n): t for n, t in zip(captured.inputs, given, strict=True)})
+        if captured.seed is not None:
+            values[special.input_name(captured.seed)] = torch.tensor([1, 0])
+        inputs.append([values[name] for name in special.program.forward_inputs])
+    return run_ranks(special.program.forward, inputs, mesh)[0][special.program.num_results :]
+
+
+@pytest.mark.parametrize("hints", HINTS.values(), ids=HINTS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_saved_activations_and_parameters_take_the_bytes_that_the_plan_says(case: Case, hints: autopar.Hints) -> None:
+    """Exactly, for activations saved for the backward (each storage once) and for parameters at rest."""
+    model, batch = case.make()
+    plan = autopar.plan(model, "cpu:4", hints=hints, example_inputs=batch)
+    special = specialize(model, plan, (), batch)
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _forward_values(model, special, batch)}
+    assert sum(kept.values()) == plan.memory["activations"]
+    mesh = plan.mesh
+    at_rest = sum(
+        p.storage.local_slice(mesh, torch.empty(p.shape, dtype=next(model.parameters()).dtype), 0).nbytes
+        for p in plan.parameters.values()
+    )
+    assert at_rest == plan.memory["parameters"]

@@ -1,0 +1,292 @@
+"""Known-bad programs fail: every mutation of an emitted graph is noticed by the comparison of `autopar.verify`.
+
+Each test changes *every* place of a program where a mutation applies, one at a time, and wants the list of those that go
+unnoticed empty. All in float32, where the comparison allows most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from models import MLP, Batch, Case, Transformer, causal_batch, llama, mlp_batch, plain_batch, seeded
+from torch import fx, nn
+
+import autopar
+from autopar import Hints
+from autopar.passes.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    KINDS,
+    REDUCE_SCATTER,
+    WAIT,
+    aten,
+    axis_of,
+    group_argument,
+    group_of,
+)
+from autopar.runtime.specialize import Specialization, specialize
+from autopar.runtime.verify import compare
+from autopar.sharding.layout import Mesh
+
+#: One layer is enough, and keeps the number of places small.
+TRANSFORMER = Case(
+    "transformer", seeded(lambda: Transformer(fused=True, dropout=0.2, hidden=16, layers=1)), plain_batch
+)
+LLAMA = Case("llama", seeded(lambda: llama(heads=4, kv_heads=2, hidden=16, ffn=32, layers=1)), causal_batch)
+PERCEPTRON = Case("mlp", seeded(MLP), mlp_batch)
+
+PROGRAMS: dict[str, tuple[Case, Hints]] = {
+    "mlp-tp2": (PERCEPTRON, Hints(dp=1, tp=2)),
+    "mlp-zero3-dp2-tp2": (PERCEPTRON, Hints(dp=2, tp=2, zero=3)),
+    "transformer-dp2-tp2": (TRANSFORMER, Hints(dp=2, tp=2, zero=0)),
+    "transformer-zero3-dp2-tp2": (TRANSFORMER, Hints(dp=2, tp=2, zero=3)),
+    "llama-dp2-tp2": (LLAMA, Hints(dp=2, tp=2, zero=0)),
+}
+
+
+@functools.cache
+def program(name: str) -> tuple[nn.Module, Batch, Specialization]:
+    """A model, its batch and its program, made once a test process and never changed."""
+    case, hints = PROGRAMS[name]
+    model, batch = case.make()
+    plan = autopar.plan(model, f"cpu:1x{(hints.dp or 1) * (hints.tp or 1)}", hints=hints, example_inputs=batch)
+    return model, batch, specialize(model, plan, (), batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """A copy of one of a program's two graphs, to be changed. ``split`` gives the axes that split each parameter's
+    input."""
+
+    graph: fx.Graph
+    mesh: Mesh
+    split: dict[str, tuple[str, ...]]
+
+    def after(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
+        """A new node after ``node``."""
+        with self.graph.inserting_after(node):
+            return self.graph.call_function(target, args)
+
+    def coordinate(self, axis: str, after: fx.Node) -> fx.Node:
+        """This rank's coordinate, int64 [1], after ``after``."""
+        inputs = self.graph.find_nodes(op="placeholder")
+        whole = next((n for n in inputs if n.name == "coordinates"), None)
+        if whole is None:
+            with self.graph.inserting_after(inputs[-1]):
+                whole = self.graph.placeholder("coordinates")
+        i = self.mesh.names.index(axis)
+        if after.op == "placeholder":
+            after = self.graph.find_nodes(op="placeholder")[-1]
+        return self.after(after, aten.slice.Tensor, whole, 0, i, i + 1)
+
+    def next_one(self, coordinate: fx.Node, axis: str) -> fx.Node:
+        """The coordinate of the next rank on ``axis``."""
+        more = self.after(coordinate, aten.add.Scalar, coordinate, 1)
+        return self.after(more, aten.remainder.Scalar, more, self.mesh.degree(axis))
+
+    def piece(self, stacked: fx.Node, coordinate: fx.Node, axis: str) -> fx.Node:
+        """The piece at ``coordinate`` of those that lie one after the other along dim 0 of ``stacked``."""
+        pieces = self.after(coordinate, aten.chunk.default, stacked, self.mesh.degree(axis))
+        stack = self.after(pieces, aten.stack.default, pieces)
+        chosen = self.after(stack, aten.index_select.default, stack, 0, coordinate)
+        return self.after(chosen, aten.squeeze.dim, chosen, 0)
+
+    @staticmethod
+    def replace(node: fx.Node, users: list[fx.Node], by: fx.Node) -> None:
+        """Let ``users`` read ``by`` in place of ``node``."""
+        for user in users:
+            user.replace_input_with(node, by)
+
+
+#: Changes the graph at a node and returns True, or leaves it and returns False where it does not apply.
+Mutation = Callable[[Graph, fx.Node], bool]
+
+
+def mutants(special: Specialization, mutate: Mutation) -> Iterator[tuple[str, Specialization]]:
+    """The program changed at every place where ``mutate`` applies, one place at a time, with a name for the place."""
+    mesh = special.assignment.mesh
+    split = {special.input_name(node): layout.split_axes for node, layout in special.assignment.sources.items()}
+    parameters = {special.input_name(p.placeholder) for p in special.captured.parameters}
+    split = {name: axes for name, axes in split.items() if name in parameters}
+    for part in ("forward", "backward"):
+        module = getattr(special.program, part)
+        for index, node in enumerate(module.graph.nodes):
+            graph = fx.Graph()
+            graph.output(graph.graph_copy(module.graph, {}))
+            copied = list(graph.nodes)[index]
+            assert (copied.op, copied.target) == (node.op, node.target)
+            if not mutate(Graph(graph, mesh, split), copied):
+                continue
+            graph.lint()
+            inputs = tuple(n.target for n in graph.find_nodes(op="placeholder"))
+            changed = {part: fx.GraphModule(nn.Module(), graph), f"{part}_inputs": inputs}
+            place = f"{part} {node.name} of {', '.join(n.name for n in node.all_input_nodes)} ({node.meta.get('module')})"
+            yield place, dataclasses.replace(special, program=dataclasses.replace(special.program, **changed))
+
+
+def unnoticed(name: str, mutate: Mutation) -> tuple[int, list[str]]:
+    """How many mutants there are, and which of them pass the comparison."""
+    model, batch, special = program(name)
+    places, passed = 0, []
+    for place, mutant in mutants(special, mutate):
+        places += 1
+        if compare(model, mutant, (), batch).ok:
+            passed.append(place)
+    return places, passed
+
+
+def count(name: str, *targets: Any) -> int:
+    """Number of nodes with one of these targets in both graphs of a program."""
+    _, _, special = program(name)
+    assert special.program.backward is not None
+    graphs = (special.program.forward.graph, special.program.backward.graph)
+    return sum(node.target in targets for graph in graphs for node in graph.nodes)
+
+
+# -- the mutations ---------------------------------------------------------------------------------------------------
+
+
+def leave_alone(graph: Graph, node: fx.Node) -> bool:
+    """No mutation: the copy of a program."""
+    return node.op == "output"
+
+
+def remove_reduction(graph: Graph, node: fx.Node) -> bool:
+    """A reduction that does not happen: every rank goes on with its own partial result, or its own part of it."""
+    if node.target is ALL_REDUCE:
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    elif node.target is REDUCE_SCATTER:
+        axis, users = axis_of(group_argument(node)), list(node.users)
+        own = graph.piece(node.args[0], graph.coordinate(axis, node), axis)  # type: ignore[arg-type]
+        graph.replace(node, users, own)
+    else:
+        return False
+    graph.graph.erase_node(node)
+    return True
+
+
+def double(graph: Graph, node: fx.Node) -> bool:
+    """What a collective gives, twice as large: a wrong scale. A maximum is left out, since it is only what a
+    log-softmax subtracts for safety: any number does."""
+    if node.target is not WAIT or "max" in node.all_input_nodes[0].args:
+        return False
+    users = list(node.users)
+    graph.replace(node, users, graph.after(node, aten.mul.Scalar, node, 2))
+    return True
+
+
+def double_output(graph: Graph, node: fx.Node, index: int) -> bool:
+    """One of the outputs twice as large."""
+    if node.op != "output" or index >= len(node.args[0]):  # type: ignore[arg-type]
+        return False
+    outputs = list(node.args[0])  # type: ignore[arg-type]
+    with graph.graph.inserting_before(node):
+        outputs[index] = graph.graph.call_function(aten.mul.Scalar, (outputs[index], 2))
+    node.args = (tuple(outputs),)
+    return True
+
+
+def cut_next(graph: Graph, node: fx.Node) -> bool:
+    """A rank that cuts its neighbour's piece out of a whole tensor."""
+    if node.target is not aten.index_select.default or not _is_coordinate(node.args[2]):
+        return False
+    x, dim, coordinate = node.args
+    axis = graph.mesh.names[coordinate.args[2]]  # type: ignore[union-attr,index]
+    node.args = (x, dim, graph.next_one(coordinate, axis))  # type: ignore[arg-type]
+    return True
+
+
+def _is_coordinate(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.slice.Tensor and node.all_input_nodes[0].name == "coordinates"
+
+
+def roll_pieces(graph: Graph, node: fx.Node) -> bool:
+    """A gather or an exchange that puts every piece one place too far."""
+    if node.target is not WAIT or node.all_input_nodes[0].target not in (ALL_GATHER, ALL_TO_ALL):
+        return False
+    assert all(degree <= 2 for degree in graph.mesh.sizes)
+    users = list(node.users)
+    halves = graph.after(node, aten.chunk.default, node, 2)
+    stack = graph.after(halves, aten.stack.default, halves)
+    rolled = graph.after(stack, aten.roll.default, stack, [1], [0])
+    graph.replace(node, users, graph.after(rolled, aten.flatten.using_ints, rolled, 0, 1))
+    return True
+
+
+def read_next_shard(graph: Graph, node: fx.Node) -> bool:
+    """A parameter of which every rank reads the shard of its neighbour on the first axis that splits it."""
+    if node.op != "placeholder" or not graph.split.get(node.name):
+        return False
+    axis, users = graph.split[node.name][0], list(node.users)
+    coordinate = graph.next_one(graph.coordinate(axis, node), axis)
+    gathered = graph.after(coordinate, ALL_GATHER, node, graph.mesh.degree(axis), group_of(axis))
+    waited = graph.after(gathered, WAIT, gathered)
+    place = graph.after(waited, aten.alias.default, coordinate)
+    graph.replace(node, users, graph.piece(waited, place, axis))
+    return True
+
+
+# -- the tests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_copy_passes(name: str) -> None:
+    """Copying a graph as the mutations do changes nothing: what they fail of is the mutation."""
+    places, passed = unnoticed(name, leave_alone)
+    assert places == len(passed) == 2
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_removed_reductions(name: str) -> None:
+    """No all-reduce and no reduce-scatter can be left out, of activations, gradients, losses or counts of labels."""
+    places, passed = unnoticed(name, remove_reduction)
+    assert places == count(name, ALL_REDUCE, REDUCE_SCATTER) >= 2
+    assert not passed
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_doubled_scales(name: str) -> None:
+    """Nothing that a collective gives can be twice as large."""
+    places, passed = unnoticed(name, double)
+    assert places >= 2
+    assert not passed
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_doubled_gradients(name: str) -> None:
+    """No single gradient, and no result, can be twice as large."""
+    model, batch, special = program(name)
+    passed, places = [], 0
+    for part, outputs in (("forward", special.program.num_results), ("backward", len(special.sharded.gradients))):
+        for i in range(outputs):
+            mutation = functools.partial(double_output, index=i)
+            for place, mutant in mutants(special, mutation):
+                if place.startswith(part):
+                    places += 1
+                    if compare(model, mutant, (), batch).ok:
+                        passed.append(f"{place} {i}")
+    assert places == special.program.num_results + len(special.captured.parameters)
+    assert not passed
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "mlp-tp2"])
+def test_pieces_of_neighbours(name: str) -> None:
+    """No rank can cut, gather or exchange the piece of its neighbour in place of its own."""
+    cuts, passed = unnoticed(name, cut_next)
+    moves, passed_moves = unnoticed(name, roll_pieces)
+    assert cuts >= 2
+    assert moves == count(name, ALL_GATHER, ALL_TO_ALL) >= 2
+    assert not passed + passed_moves
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_shards_of_neighbours(name: str) -> None:
+    """No parameter's shard can be that of the neighbour, in the forward or in the backward."""
+    places, passed = unnoticed(name, read_next_shard)
+    assert places >= 3
+    assert not passed
