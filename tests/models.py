@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-VOCABULARY = 64
+VOCABULARY, LARGE_VOCABULARY = 64, 16384
 BATCH, SEQUENCE = 8, 8
 
 Batch = dict[str, Tensor]
@@ -24,7 +24,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a batch for it; ``build()`` and ``batch()`` give equal ones at every call. ``name`` is the test id."""
+    """A model and a batch for it; ``build()`` and ``batch()`` give equal ones every time. ``name`` is for test ids."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -96,6 +96,13 @@ def plain_batch() -> Batch:
     return {"ids": batch["input_ids"], "labels": uneven_labels(batch["input_ids"])}
 
 
+def odd_batch() -> Batch:
+    """Three rows of seven ids of `LARGE_VOCABULARY`: nothing of a batch divides, so that a loss can only be split by the
+    vocabulary."""
+    ids = torch.randint(0, LARGE_VOCABULARY, (3, 7), generator=_generator())
+    return {"ids": ids, "labels": uneven_labels(ids)}
+
+
 def mlp_batch() -> Batch:
     """Features [batch, 16]."""
     return {"x": torch.randn(BATCH, 16, generator=_generator(), dtype=torch.float64).float()}
@@ -128,8 +135,8 @@ def right_padded_batch() -> Batch:
 
 
 def gpt2(implementation: str = "sdpa") -> nn.Module:
-    """GPT-2 with every dropout on. With ``implementation="eager"`` the reference is transformers' written-out attention,
-    in which a query that may attend nothing attends everything; under "sdpa", as in autopar, it gives 0."""
+    """GPT-2 with every dropout on. With ``implementation="eager"`` the reference is transformers' written-out
+    attention, in which a query that may attend nothing attends everything; under "sdpa", as in autopar, it gives 0."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
@@ -222,11 +229,19 @@ class _Layer(nn.Module):
 class Transformer(nn.Module):
     """A decoder as one writes it by hand: ids and labels [batch, sequence] -> loss and logits."""
 
-    def __init__(self, fused: bool, dropout: float, hidden: int = 32, heads: int = 4, layers: int = 2) -> None:
+    def __init__(
+        self,
+        fused: bool,
+        dropout: float,
+        hidden: int = 32,
+        heads: int = 4,
+        layers: int = 2,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(VOCABULARY, hidden), nn.Embedding(32, hidden)
+        self.token, self.position = nn.Embedding(vocabulary, hidden), nn.Embedding(32, hidden)
         self.layers = nn.ModuleList(_Layer(hidden, heads, fused, dropout) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, VOCABULARY, bias=False)
+        self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, vocabulary, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         x = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
@@ -246,6 +261,12 @@ BERT = Case("bert", seeded(bert), masked_batch)
 PERCEPTRON = Case("mlp", seeded(MLP), mlp_batch)
 WRITTEN_OUT = Case("written-out", seeded(lambda: Transformer(fused=False, dropout=0.0)), plain_batch)
 FUSED = Case("fused-dropout", seeded(lambda: Transformer(fused=True, dropout=0.2)), plain_batch)
+#: One layer with a head so large that its logits are better not gathered.
+LARGE_HEAD = Case(
+    "large-head",
+    seeded(lambda: Transformer(fused=False, dropout=0.0, hidden=16, layers=1, vocabulary=LARGE_VOCABULARY)),
+    odd_batch,
+)
 
 CASES = (LLAMA, SMOLLM2, GPT2, GPT2_EAGER, BERT, PERCEPTRON, WRITTEN_OUT, FUSED)
 

@@ -31,8 +31,8 @@ LOCAL = ("chunk", "mask")
 
 
 def every_layout(shape: tuple[int, ...]) -> list[Layout]:
-    """Every layout on the mesh whose pieces are equal: per axis replicated, partial (sum or max, never both kinds, which
-    do not commute) or split along a dim, and a dim that both axes split in both orders."""
+    """Every layout on the mesh whose pieces are equal: per axis replicated, partial (sum or max, never both kinds,
+    which do not commute) or split along a dim, and a dim that both axes split in both orders."""
     ndim = len(shape)
     options: list[int | str | None] = [None, "sum", "max", *range(ndim)]
     found = []
@@ -253,9 +253,14 @@ def priced_by_plan(plan: Plan) -> tuple[dict[Any, int], dict[Any, int]]:
 
 
 def _plan_parameters() -> list[Any]:
-    usual = (LLAMA, BERT, FUSED, PERCEPTRON)
+    every, some = (LLAMA, FUSED, PERCEPTRON), ("free-4", "tp4", "zero3-dp2-tp2")
     return [
-        pytest.param(case, name, id=f"{case.name}-{name}", marks=() if case in usual else pytest.mark.slow)
+        pytest.param(
+            case,
+            name,
+            id=f"{case.name}-{name}",
+            marks=() if case in every or (case is BERT and name in some) else pytest.mark.slow,
+        )
         for case, name in itertools.product(CASES, PLANS)
     ]
 
@@ -280,7 +285,7 @@ def test_collectives_of_a_bfloat16_plan(case: Case) -> None:
     assert (dict(report.traffic.count), dict(report.traffic.bytes)) == priced_by_plan(plan)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ["free-4", "dp4", "zero3-dp2-tp2"])
 @pytest.mark.parametrize("case", [LLAMA, SMOLLM2, PERCEPTRON], ids=lambda case: case.name)
 def test_a_plan_is_carried_whole(case: Case, name: str) -> None:
     """The program made from a plan stores every parameter as the plan says, and ``zero`` is 3 only where one of them

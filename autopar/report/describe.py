@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+from networkx.utils import UnionFind
 from torch import fx
 
 import autopar.ops.attention  # noqa: F401  defines the operators
@@ -36,24 +37,6 @@ BYTES_WORTH_NAMING = 0.01
 _PRECEDENCE = ("sequence", "heads", "head features", "vocabulary", "hidden")
 
 _Member = tuple[object, int | str]  # (Value, dim) or (node, factor)
-
-
-@dataclass
-class _Classes:
-    """Dims and factors that are the same thing: union-find."""
-
-    parent: dict[_Member, _Member] = field(default_factory=dict)
-
-    def find(self, member: _Member) -> _Member:
-        root = member
-        while (above := self.parent.setdefault(root, root)) != root:
-            root = above
-        while member != root:
-            self.parent[member], member = root, self.parent[member]
-        return root
-
-    def join(self, first: _Member, second: _Member) -> None:
-        self.parent[self.find(first)] = self.find(second)
 
 
 @dataclass(frozen=True)
@@ -154,14 +137,14 @@ def _words(captured: Captured, operators: Operators) -> dict[tuple[fx.Node, str]
     features = {op.node: _features(captured, operators, op) for op in _described(operators)}
     known: dict[_Member, str] = {}
     for member, word in sorted(_seeds(forward, operators), key=lambda seed: _PRECEDENCE.index(seed[1])):
-        known.setdefault(classes.find(member), word)
+        known.setdefault(classes[member], word)
     for root in _ffn(operators, features, classes):
         known.setdefault(root, "ffn")
     words = {}
     for op in _described(operators):
         for factor in op.rule.sizes:
             batch = factor in operators.batch_factors[op.node]
-            meaning = "batch" if batch else known.get(classes.find((op.node, factor)))
+            meaning = "batch" if batch else known.get(classes[op.node, factor])
             words[op.node, factor] = meaning or _plain(op, factor, features[op.node])
     return words
 
@@ -175,18 +158,18 @@ def _plain(op: Operator, factor: str, features: _Features) -> str:
     return "inner dim" if factor in op.rule.reduced else "rows"
 
 
-def _classes(forward: Iterable[Operator]) -> _Classes:
+def _classes(forward: Iterable[Operator]) -> UnionFind:
     """Every dim joined with its outermost factor: the inner ones of a compound dim are other things."""
-    classes = _Classes()
+    classes = UnionFind()
     for op in forward:
         results = [Value(op.node, i) for i in range(len(op.rule.results))]
         for value, dims in zip((*op.operands, *results), (*op.rule.operands, *op.rule.results), strict=True):
             for d, factors in enumerate(dims):
                 if factors:
-                    classes.join((value, d), (op.node, factors[0]))
+                    classes.union((value, d), (op.node, factors[0]))
         if op.call.target is aten.native_layer_norm.default:  # the normalised dim stays what it is
             for d in range(len(op.call.results[0].shape)):
-                classes.join((op.operands[0], d), (results[0], d))
+                classes.union((op.operands[0], d), (results[0], d))
     return classes
 
 
@@ -225,7 +208,7 @@ def _features(captured: Captured, operators: Operators, op: Operator) -> _Featur
     return _Features()
 
 
-def _ffn(operators: Operators, features: Mapping[fx.Node, _Features], classes: _Classes) -> set[_Member]:
+def _ffn(operators: Operators, features: Mapping[fx.Node, _Features], classes: UnionFind) -> set[_Member]:
     """The classes between a linear layer that widens and one that narrows."""
     widened: set[_Member] = set()
     narrowed: set[_Member] = set()
@@ -233,7 +216,7 @@ def _ffn(operators: Operators, features: Mapping[fx.Node, _Features], classes: _
         sizes = operators.by_node[node].rule.sizes
         into, out_of = (math.prod(sizes[f] for f in factors) for factors in (found.inputs, found.outputs))
         if out_of > into:
-            widened |= {classes.find((node, f)) for f in found.outputs}
+            widened |= {classes[node, f] for f in found.outputs}
         elif out_of < into:
-            narrowed |= {classes.find((node, f)) for f in found.inputs}
+            narrowed |= {classes[node, f] for f in found.inputs}
     return widened & narrowed
