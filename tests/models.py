@@ -97,8 +97,7 @@ def plain_batch() -> Batch:
 
 
 def odd_batch() -> Batch:
-    """Three rows of seven ids of `LARGE_VOCABULARY`: nothing of a batch divides, so that a loss can only be split by the
-    vocabulary."""
+    """Three rows of seven ids of `LARGE_VOCABULARY`: no dim divides, so that logits can only be split by vocabulary."""
     ids = torch.randint(0, LARGE_VOCABULARY, (3, 7), generator=_generator())
     return {"ids": ids, "labels": uneven_labels(ids)}
 

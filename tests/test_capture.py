@@ -62,7 +62,9 @@ class Logical(fx.Interpreter):
         return super().call_function(aten.reshape.default if target is aten.view.default else target, args, kwargs)
 
 
-def run(model: nn.Module, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:  # fmt: skip
+def run(
+    model: nn.Module, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The captured graph on the model's own numbers: results, and gradients by parameter name. What flows back into a
     result is 1 for a loss and `tangent` for anything else."""
     values: dict[fx.Node, Tensor] = dict(zip(captured.inputs, batch_tensors(args, kwargs), strict=True))
@@ -359,7 +361,7 @@ def test_dropout_is_ours_and_numbered(name: str) -> None:
     for node in calls(captured):
         if node.target in where:
             numbers[node.meta["backward"]].append(node.args[where[node.target]])
-    # Llama-like counts: one inside attention a layer; GPT-2 adds two a layer and one of the embedding, the encoder three.
+    # One inside attention a layer; GPT-2 has two more a layer and one after the embedding, the encoder three a layer.
     expected = 3 * models.LAYERS + 1 if name.startswith("gpt2") else 4 * models.LAYERS
     assert sorted(numbers[False]) == list(range(expected)) == sorted(numbers[True])
     assert captured.seed is not None

@@ -61,14 +61,14 @@ def assert_all_ok(result: subprocess.CompletedProcess[str], processes: int, name
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_training_equals_eager(model: str, processes: int) -> None:
     """A Llama (grouped-query attention, tied embeddings, labels of -100) and a GPT-2 with dropout: loss, every gradient
-    and the clipped norm of each step, and the parameters after three steps of SGD and three of AdamW, chosen freely, with
-    both axes and ZeRO-3, and with all ranks on dp with and without ZeRO-3."""
+    and the clipped norm of each step, and the parameters after three steps of SGD and three of AdamW, chosen freely,
+    with both axes and ZeRO-3, and with all ranks on dp with and without ZeRO-3."""
     assert_all_ok(torchrun(processes, SCRIPTS / "parity.py", model), processes, LAYOUTS)
 
 
 def test_the_module_is_used_as_the_model() -> None:
-    """foreach and fused optimizers; attributes, evaluation, logits and state_dict; losses computed outside; meta models;
-    other batch shapes; frozen parameters; accumulated gradients (``features.py``), on four ranks."""
+    """foreach and fused optimizers; attributes, evaluation, logits and state_dict; losses computed outside; meta
+    models; other batch shapes; frozen parameters; accumulated gradients (``features.py``), on four ranks."""
     assert_all_ok(torchrun(4, SCRIPTS / "features.py"), 4, FEATURES)
 
 
@@ -78,8 +78,8 @@ def test_the_module_is_used_as_the_model() -> None:
     ("planning", "InfeasibleError: no plan fits into the memory of a device"),
 ])  # fmt: skip
 def test_every_rank_fails_alike(what: str, message: str) -> None:
-    """The same error on every rank, once, and no rank waits for another: a plan for another world size, another batch on
-    one rank, and an error of rank 0, which alone plans."""
+    """The same error on every rank, once, and no rank waits for another: a plan for another world size, another batch
+    on one rank, and an error of rank 0, which alone plans."""
     result = torchrun(2, SCRIPTS / "failures.py", what, timeout=90)
     assert result.returncode != 0
     assert said(result) == {0: [message], 1: [message]}, result.stdout[-4000:]

@@ -59,7 +59,7 @@ def check(error: AutoparError, *, what: str = "", expected: str = "", found: str
 
 def plan(model: nn.Module | None = None, cluster: Any = CLUSTER, **arguments: Any) -> autopar.Plan:
     """A plan, of the tiny Llama on four CPUs unless said otherwise."""
-    return autopar.plan(models.llama() if model is None else model, cluster, **arguments)
+    return autopar.plan(models.llama(num_hidden_layers=1) if model is None else model, cluster, **arguments)
 
 
 # ---- models ----
@@ -300,7 +300,8 @@ def test_model_that_does_not_fit(degrees: dict[str, int]) -> None:
     named = re.search(r"smallest plan that the hints allow is dp=(\d+), tp=(\d+) with (\d+) bytes", error.found)
     assert named is not None
     assert int(named[3]) == needed
-    plan(hints=Hints(**{**degrees, "dp": int(named[1]), "tp": int(named[2]), "memory_limit": needed}), example_inputs=TOKENS)
+    as_named: dict[str, int] = {**degrees, "dp": int(named[1]), "tp": int(named[2]), "memory_limit": needed}
+    plan(hints=Hints(**as_named), example_inputs=TOKENS)
     less = Hints(memory_limit=needed - 1, **degrees)
     error = raised(InfeasibleError, lambda: plan(hints=less, example_inputs=TOKENS))
     assert bytes_of(r"(\d+) bytes .* too many", error.found) == 1

@@ -56,7 +56,8 @@ import json, sys
 import autopar
 from dist import small_models as models
 from autopar import Hints
-cases = [(models.llama(), "cpu:4", None, models.tokens()), (models.llama(), "h100-sxm:1x8", Hints(tp=2), models.tokens(8)),
+cases = [(models.llama(), "cpu:4", None, models.tokens()),
+         (models.llama(), "h100-sxm:1x8", Hints(tp=2), models.tokens(8)),
          (models.gpt2(0.1), "cpu:1x4", Hints(tp=2, zero=3), models.tokens())]
 print(json.dumps([autopar.plan(m, c, hints=h, example_inputs=b).to_dict() for m, c, h, b in cases]))
 """
@@ -78,8 +79,8 @@ def test_same_plan_in_two_processes() -> None:
 
 def test_same_plan_again_in_one_process() -> None:
     """Planning leaves nothing behind that would change the next plan."""
-    first, other, again = (autopar.plan(m, "cpu:4", example_inputs=b) for m, b in (
-        (models.llama(), models.tokens()), (models.gpt2(), models.tokens()), (models.llama(), models.tokens())))  # fmt: skip
+    makers = (models.llama, models.gpt2, models.llama)
+    first, other, again = (autopar.plan(make(), "cpu:4", example_inputs=models.tokens()) for make in makers)
     assert first.to_dict() == again.to_dict() != other.to_dict()
 
 
@@ -149,7 +150,7 @@ def test_a_small_memory_is_met_by_zero_3() -> None:
     assert split and all(tight.parameters[name].storage.split_axes == ("dp",) for name in split)
     forced = autopar.plan(model, NODE, workload=WORKLOAD, hints=Hints(dp=8, zero=3))
     assert forced.peak_memory < free.peak_memory and forced.step_time >= tight.step_time * (1 - 1e-9)
-    # ZeRO-3 keeps an eighth of parameters, gradients and optimizer state: 2 + 2 bytes and AdamW's two of 2 bytes (bf16).
+    # ZeRO-3 keeps an eighth of the parameters and of their gradients, 2 bytes each in bf16.
     numel = sum(p.numel() for p in model.parameters())
     for kind, bytes_each in {"parameters": 2, "gradients": 2}.items():
         assert free.memory[kind] == bytes_each * numel
@@ -214,10 +215,11 @@ def test_saved_plan_gives_the_same_program(hints: Hints | None, tmp_path: Path) 
 
 
 def test_plan_carried_to_other_sizes(megatron: tuple[torch.nn.Module, Plan]) -> None:
-    """At another batch and sequence length every matrix product and every attention splits what the plan says, and every
-    parameter rests as the plan says; so too in a model of more layers."""
+    """At another batch and sequence length every matrix product and every attention splits what the plan says, and
+    every parameter rests as the plan says; so too in a model of more layers."""
     model, plan = megatron
-    for other, batch in ((model, batch_of(2, 512)), (model, batch_of(16, 1024)), (large(num_hidden_layers=5), batch_of(4, 512))):
+    deeper = large(num_hidden_layers=5)
+    for other, batch in ((model, batch_of(2, 512)), (model, batch_of(16, 1024)), (deeper, batch_of(4, 512))):
         special = specialize(other, plan, (), batch)
         assert operator_choices(special.operators, special.assignment) == plan.operators
         for p in special.captured.parameters:
@@ -229,8 +231,8 @@ def test_plan_carried_to_other_sizes(megatron: tuple[torch.nn.Module, Plan]) -> 
 
 
 def random_program(seed: int) -> Program:
-    """Two to five decisions of one to four options, edges between any two of them (or one with itself), some options and
-    some pairs impossible. Costs are whole multiples of 10 us, so that optima are far apart."""
+    """Two to five decisions of one to four options, edges between any two of them (or one with itself), some options
+    and some pairs impossible. Costs are whole multiples of 10 us, so that optima are far apart."""
     draw = np.random.default_rng(seed)
     sizes = draw.integers(1, 5, size=draw.integers(2, 6))
 

@@ -13,8 +13,8 @@ from test_distributed import ROOT, prepare_smollm2, torchrun
 @pytest.mark.slow
 def test_training_example(tmp_path: Path) -> None:
     """The file ``train.py`` of the README, copied out and run under torchrun: the same falling losses on every rank."""
-    (example,) = [code for code in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
-                  if code.startswith("# train.py")]  # fmt: skip
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    (example,) = [code for code in blocks if code.startswith("# train.py")]
     prepare_smollm2()
     (tmp_path / "train.py").write_text(example, encoding="utf-8")
     result = torchrun(2, tmp_path / "train.py", timeout=900)

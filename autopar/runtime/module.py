@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,11 @@ from autopar.passes.bind import bind
 from autopar.plan import Plan
 from autopar.runtime.parameters import as_dtensor, parallel_tree
 from autopar.runtime.process import agree, make_device_mesh, placements
-from autopar.runtime.specialize import Specialization, capture_batch, choose, emit
-from autopar.solver.spmd import read
+from autopar.runtime.program import Specialization
+
+#: Makes the program of a rank: ``specialize(model, plan, args, kwargs, training=)``. Handed in, because the runtime
+#: knows how to run programs and not how they are decided.
+Specialize = Callable[..., Specialization]
 
 #: Specialisations kept; the one used longest ago goes first.
 CACHE_SIZE = 16
@@ -77,7 +80,7 @@ class ParallelModule(nn.Module):
     same on every rank; other tensors come back as DTensors. ``plan`` is what was decided.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, specialize: Specialize) -> None:
         super().__init__()
         self.__dict__["_original"] = None
         mesh = plan.mesh
@@ -89,7 +92,8 @@ class ParallelModule(nn.Module):
             self.register_parameter(name, p)
         for name, b in tree.named_buffers(recurse=False):
             self.register_buffer(name, b, persistent=name not in tree._non_persistent_buffers_set)
-        self.__dict__.update(_original=tree, plan=plan, mesh=mesh, device_mesh=device_mesh, _cache=OrderedDict())
+        self.__dict__.update(_original=tree, plan=plan, mesh=mesh, device_mesh=device_mesh)
+        self.__dict__.update(_specialize=specialize, _cache=OrderedDict())
         device = torch.device(device_mesh.device_type)
         self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
         self.__dict__["seed"] = torch.tensor([agree(torch.initial_seed() % 2**62), 0], device=device)
@@ -170,17 +174,15 @@ class ParallelModule(nn.Module):
         key = (str(spec), repr(shapes), self.training, tuple(p.requires_grad for p in self._original.parameters()))
         cache: OrderedDict[Any, Specialization] = self._cache
         if key not in cache:
-            cache[key] = self._specialize(args, kwargs)
+            cache[key] = self._load(args, kwargs)
             if len(cache) > CACHE_SIZE:
                 cache.popitem(last=False)
         cache.move_to_end(key)
         return cache[key]
 
-    def _specialize(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
-        captured = capture_batch(self._original, args, kwargs, self.training)
-        operators = read(captured)
-        space, options = choose(captured, operators, self.plan)
-        special = emit(captured, operators, space.assignment(options))
+    def _load(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
+        """Make the program, compare it between ranks, and bind it to this process."""
+        special: Specialization = self._specialize(self._original, self.plan, args, kwargs, training=self.training)
         self._compare(special.program.hash())
         groups = {axis: self.device_mesh.get_group(axis).group_name for axis in self.mesh.names}
         for graph in (special.program.forward, special.program.backward):

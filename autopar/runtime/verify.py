@@ -19,13 +19,9 @@ from torch.utils import _pytree as pytree
 
 from autopar import ops
 from autopar.capture import batch_tensors
-from autopar.errors import InputError
-from autopar.plan import Plan
-from autopar.runtime.parameters import is_meta, materialize
+from autopar.runtime.program import Specialization
 from autopar.runtime.simulate import Traffic, run_ranks
-from autopar.runtime.specialize import Specialization, specialize
 from autopar.sharding.layout import Layout, Mesh
-from autopar.workload import Workload
 
 #: Largest error allowed, by the least precise floating dtype in the graph (DESIGN section 9); 16-bit dtypes are
 #: judged against a float64 run instead.
@@ -344,38 +340,18 @@ def _least_precise(special: Specialization) -> torch.dtype:
     return min(found, key=lambda d: -torch.finfo(d).eps, default=torch.float32)
 
 
-def verify_plan(
-    model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, steps: int = 1
-) -> VerifyReport:
-    """Carry ``plan`` to ``model``, simulate all its ranks on the batch, and compare with eager."""
-    if steps < 1:
-        raise InputError(
-            "nothing to verify", expected="steps of at least 1", found=str(steps), change="pass steps=1 or more"
-        )
-    whole = materialize(model) if is_meta(model) else model
-    args, kwargs = pytree.tree_map_only(Tensor, lambda t: _real(t, whole), (args, dict(kwargs)))
-    special = specialize(whole, plan, args, kwargs)
-    optimizer = Workload.from_dict(plan.workload).optimizer
-    notes = []
-    if {n: p.shape for n, p in plan.parameters.items()} != {p.name: p.spec.shape for p in special.captured.parameters}:
-        notes.append(f"the plan was made for another model ({plan.model}); its decisions were carried over by name")
-    return compare(
-        whole,
-        special,
-        args,
-        kwargs,
-        steps=steps,
-        optimizer=optimizer if optimizer in LEARNING_RATE else "sgd",
-        notes=tuple(notes),
-    )
-
-
-def _real(tensor: Tensor, model: nn.Module) -> Tensor:
-    """A meta tensor as random numbers: token ids for integers."""
-    if not tensor.is_meta:
-        return tensor
+def real_batch(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The batch with meta tensors replaced by random numbers: token ids for integers."""
     generator = torch.Generator().manual_seed(0)
-    if tensor.is_floating_point():
-        return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", 2) or 2
-    return torch.randint(0, vocabulary, tensor.shape, generator=generator).to(tensor.dtype)
+
+    def real(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if tensor.is_floating_point():
+            return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        return torch.randint(0, vocabulary, tensor.shape, generator=generator).to(tensor.dtype)
+
+    return pytree.tree_map_only(Tensor, real, (args, dict(kwargs)))

@@ -6,13 +6,16 @@ layer's number is a wildcard where all layers of the pattern agree, so a plan fo
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import fx
 
 from autopar.capture.blocks import pattern
 from autopar.capture.graph import Captured
+from autopar.cluster import Cluster
 from autopar.hints import Hints, matching
 from autopar.plan import Plan
 from autopar.sharding.assignment import Assignment
@@ -100,3 +103,12 @@ def plan_pins(captured: Captured, operators: Operators, plan: Plan) -> Pins:
         zero_dims=zero_dims,
         strict=False,
     )
+
+
+def shrink(plan: Plan) -> Plan:
+    """A plan for at most 2 ranks an axis that takes the same decisions, for `verify` on one machine."""
+    degrees = {axis: min(2, n) for axis, n in plan.degrees.items()}
+    if degrees == plan.degrees:
+        return plan
+    device = Cluster.from_dict(plan.cluster).device
+    return replace(plan, degrees=degrees, cluster=Cluster(device, 1, math.prod(degrees.values())).to_dict())

@@ -55,7 +55,7 @@ class _Task:
             limit -= solved.peak_memory - budget
 
     def least_memory(self, mesh: Mesh, pins: Pins) -> float:
-        """Bytes a device with which `solve` finds an assignment on ``mesh``, about the fewest; inf if pins allow none."""
+        """Bytes a device for which `solve` finds an assignment on ``mesh``, about the fewest; inf if there is none."""
         optimizer = self.workload.optimizer
         space, program = make_program(self.captured, self.operators, mesh, self.cluster, optimizer, pins, np.inf)
         # Only bytes count; where there is no way between two layouts there still is none.

@@ -1,0 +1,167 @@
+"""What users pass to the pipeline: arguments checked, example inputs turned into one batch, stale objects refused."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autopar.capture.hf import default_seq_len, example_batch, is_transformers_model
+from autopar.capture.trace import refuse_empty
+from autopar.cluster import Cluster
+from autopar.errors import (
+    AutoparError,
+    ClusterError,
+    HintError,
+    InputError,
+    OptimizerError,
+    PlanError,
+    WorkloadError,
+)
+from autopar.hints import Hints
+from autopar.plan import Plan
+from autopar.solver.search import structure_hash
+from autopar.workload import Workload
+
+ExampleInputs = Mapping[str, Any] | tuple[Any, ...] | Tensor
+
+#: Sequences a rank when neither workload nor example inputs say: enough to split, small enough to fit.
+DEFAULT_SEQUENCES = 1
+
+#: What the arguments of the pipeline may be (besides None), and the error for anything else.
+_KINDS: dict[str, tuple[tuple[type, ...], type[AutoparError], str]] = {
+    "cluster": ((Cluster, str), ClusterError, 'pass for instance cluster="h100-sxm:16x8"'),
+    "workload": ((Workload,), WorkloadError, "pass for instance Workload(global_batch=64, seq_len=2048)"),
+    "hints": ((Hints,), HintError, "pass for instance Hints(tp=2)"),
+    "plan": ((Plan,), PlanError, "pass what autopar.plan returned, or Plan.load(file)"),
+    "plan_or_cluster": ((Plan, Cluster, str), PlanError, "pass a plan (Plan.load reads a file) or a cluster"),
+}
+
+
+def check_arguments(model: nn.Module, **arguments: object) -> None:
+    """Arguments of the wrong type, and a model that is parallel already, each by its own error."""
+    for name, value in arguments.items():
+        kinds, error, change = _KINDS[name]
+        if value is not None and not isinstance(value, kinds):
+            raise error(
+                f"{name} is not of a kind that is understood",
+                expected=" or ".join(kind.__name__ for kind in kinds),
+                found=f"{type(value).__name__}: {value!r}"[:200],
+                change=change,
+            )
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise PlanError(
+            f"{type(model).__name__} is parallel already",
+            expected="a model with ordinary parameters",
+            found="DTensor parameters",
+            change="pass the original model",
+        )
+
+
+def one_batch(
+    model: nn.Module, workload: Workload, example_inputs: ExampleInputs | None, world_size: int
+) -> tuple[Workload, tuple[Any, ...], dict[str, Any]]:
+    """One global batch, and the workload with its sizes filled in."""
+    if example_inputs is None:
+        if not is_transformers_model(model):
+            raise WorkloadError(
+                f"{type(model).__name__} needs example inputs",
+                expected="example_inputs=: one batch",
+                found="none, and the model is not a transformers model whose inputs are known",
+                change="pass example_inputs=(tensor, ...) or dict(name=tensor, ...); meta tensors are enough",
+            )
+        batch = workload.global_batch or DEFAULT_SEQUENCES * world_size
+        seq_len = workload.seq_len or default_seq_len(model)
+        workload = replace(workload, global_batch=batch, seq_len=seq_len)
+        return workload, (), dict(example_batch(model, batch, seq_len))
+    args, kwargs = _arguments(example_inputs)
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim() > 0]
+    if not tensors:
+        raise InputError(
+            "the example inputs hold no tensor",
+            expected="at least one tensor with a batch dim",
+            found=repr(example_inputs)[:100],
+            change="pass one batch as the model's forward takes it",
+        )
+    refuse_empty(tensors)
+    shape = tensors[0].shape
+    asked = {"global_batch": workload.global_batch, "seq_len": workload.seq_len}
+    given = {"global_batch": int(shape[0]), "seq_len": int(shape[1]) if is_transformers_model(model) else None}
+    for name in asked:
+        if None not in (asked[name], given[name]) and asked[name] != given[name]:
+            raise WorkloadError(
+                f"workload and example inputs disagree on {name}",
+                expected=f"{name}={asked[name]}, as the workload says",
+                found=f"example inputs of shape {tuple(tensors[0].shape)}",
+                change=f"leave {name} out of the workload",
+            )
+    sized = Workload(global_batch=given["global_batch"], seq_len=given["seq_len"], optimizer=workload.optimizer)
+    return sized, args, kwargs
+
+
+def _arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, tuple):
+        return example_inputs, {}
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    raise InputError(
+        "example inputs of an unknown kind",
+        expected="a dict, a tuple or a tensor",
+        found=type(example_inputs).__name__,
+        change="pass dict(name=tensor, ...) or a tuple of tensors",
+    )
+
+
+def is_for(plan: Plan, model: nn.Module) -> bool:
+    """Whether the plan was made for this model: same parameters, same shapes."""
+    return structure_hash((name, tuple(p.shape)) for name, p in model.named_parameters()) == plan.structure
+
+
+def check_plan(plan: Plan, model: nn.Module) -> None:
+    """PlanError unless the plan is for this model; names what differs."""
+    if is_for(plan, model):
+        return
+    own = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    theirs = {name: p.shape for name, p in plan.parameters.items()}
+    extra, missing = sorted(set(own) - set(theirs)), sorted(set(theirs) - set(own))
+    other = [f"{n}: {own[n]} here, {theirs[n]} in the plan" for n in own if n in theirs and own[n] != theirs[n]]
+    found = (other or [f"{n} only in the model" for n in extra] or [f"{n} only in the plan" for n in missing])[:3]
+    raise PlanError(
+        f"the plan was made for another model ({plan.model})",
+        expected="the parameters that the plan knows",
+        found="; ".join(found),
+        change="plan this model, or pass the model that the plan was made for",
+    )
+
+
+def refuse_optimizers(model: nn.Module) -> None:
+    """An optimizer that holds the model's parameters would train tensors that nobody uses any more."""
+    own = {id(p) for p in model.parameters()}
+    if _optimizer_of(own) is not None:
+        gc.collect()  # one that was deleted may wait in a cycle, with its learning-rate scheduler for instance
+    holder = _optimizer_of(own)
+    if holder is not None:
+        raise OptimizerError(
+            f"an optimizer ({type(holder).__name__}) holds the parameters of the model before it is split",
+            expected="the optimizer made after parallelize",
+            found="an optimizer made before it",
+            change="model = autopar.parallelize(model), then optimizer = ...(model.parameters())",
+        )
+
+
+def _optimizer_of(parameters: set[int]) -> torch.optim.Optimizer | None:
+    """A living optimizer that holds one of the parameters, given by id."""
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.optim.Optimizer) and any(
+            id(p) in parameters for group in candidate.param_groups for p in group["params"]
+        ):
+            return candidate
+    return None

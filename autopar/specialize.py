@@ -1,0 +1,68 @@
+"""From a plan and a batch's shapes to the program of a rank: capture, carry the plan over, emit."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from autopar.capture import capture
+from autopar.capture.graph import Captured
+from autopar.cluster import Cluster
+from autopar.errors import InputError
+from autopar.plan import Plan
+from autopar.runtime.program import Specialization, emit
+from autopar.solver.carry import plan_pins
+from autopar.solver.program import solve
+from autopar.solver.spmd import make_program, read
+from autopar.workload import Workload
+
+
+def capture_batch(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool | None = None
+) -> Captured:
+    """`capture`, with transformers' warnings about tracing kept quiet.
+
+    Raises InputError if the batch does not fit ``forward``, and what `capture` raises.
+    """
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        accepted = ", ".join(inspect.signature(model.forward).parameters)
+        raise InputError(
+            f"the batch does not fit {type(model).__name__}.forward: {error}",
+            expected=f"inputs among {accepted}",
+            found=", ".join([f"{len(args)} positional"] * bool(args) + list(kwargs)) or "nothing",
+            change="pass the batch as the model's forward takes it",
+        ) from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return capture(model, args, kwargs, training=training)
+
+
+def specialize(
+    model: nn.Module,
+    plan: Plan,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    training: bool | None = None,
+    captured: Captured | None = None,
+) -> Specialization:
+    """The program that ``plan`` gives for one batch's shapes.
+
+    What the plan decides is kept: where parameters rest and what heavy operators split; the rest is solved again for
+    these shapes. For the batch that the plan was made for the answer is the plan's own. ``captured`` saves a trace.
+    """
+    captured = captured or capture_batch(model, args, kwargs, training)
+    operators = read(captured)
+    optimizer = Workload.from_dict(plan.workload).optimizer
+    pins = plan_pins(captured, operators, plan)
+    cluster = Cluster.from_dict(plan.cluster)
+    space, program = make_program(captured, operators, plan.mesh, cluster, optimizer, pins, float("inf"))
+    solution = solve(program)
+    assert solution is not None  # without a budget every space has an answer
+    return emit(captured, operators, space.assignment(solution.options))
