@@ -289,7 +289,7 @@ def bytes_of(pattern: str, text: str) -> int:
 def test_model_that_does_not_fit(degrees: dict[str, int]) -> None:
     """The bytes that the error asks for are enough, one less is not, the bytes missing are the difference, and the
     plan that it names is the one that comes out."""
-    limit = 100_000
+    limit = 10_000
     error = raised(InfeasibleError, lambda: plan(hints=Hints(memory_limit=limit, **degrees), example_inputs=TOKENS))
     check(error, what="no plan fits", expected=f"at most {limit} bytes a device .*memory_limit", found="too many")
     needed = bytes_of(r"raise the limit to (\d+) bytes", error.change)

@@ -8,8 +8,9 @@ from models import CASES, Case
 
 import autopar
 from autopar.capture import batch_tensors
+from autopar.runtime.program import Specialization
 from autopar.runtime.simulate import run_ranks
-from autopar.runtime.specialize import Specialization, specialize
+from autopar.specialize import specialize
 
 HINTS = {
     "free": autopar.Hints(),

@@ -29,9 +29,10 @@ from autopar.passes.collectives import (
     group_argument,
     group_of,
 )
-from autopar.runtime.specialize import Specialization, specialize
+from autopar.runtime.program import Specialization
 from autopar.runtime.verify import compare
 from autopar.sharding.layout import Mesh
+from autopar.specialize import specialize
 
 #: One layer is enough, and keeps the number of places small.
 TRANSFORMER = Case(

@@ -34,10 +34,11 @@ import autopar
 from autopar import Hints, Workload, ops
 from autopar.passes.collectives import ALL_GATHER, ALL_REDUCE, KINDS, axis_of, group_argument
 from autopar.plan import Plan
-from autopar.runtime.specialize import Specialization, capture_batch, specialize
+from autopar.runtime.program import Specialization
 from autopar.runtime.verify import VerifyReport, compare
 from autopar.sharding.layout import TensorSpec
 from autopar.solver.spmd import read
+from autopar.specialize import capture_batch, specialize
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 STEPS = 3

@@ -20,9 +20,10 @@ from dist import small_models as models
 import autopar
 from autopar import Hints, Workload
 from autopar.plan import Plan
-from autopar.runtime.specialize import Specialization, specialize
+from autopar.runtime.program import Specialization
 from autopar.solver.carry import operator_choices
 from autopar.solver.program import Edge, Program, evaluate, solve
+from autopar.specialize import specialize
 
 BATCH, SEQ_LEN, LARGE_HIDDEN = 8, 2048, 1024
 LARGE = {"hidden_size": LARGE_HIDDEN, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8,

@@ -18,10 +18,10 @@ from autopar.cost_model.communication import wire_bytes
 from autopar.passes.collectives import aten, emit_step
 from autopar.plan import Plan
 from autopar.runtime.simulate import Traffic, run_ranks
-from autopar.runtime.specialize import specialize
-from autopar.runtime.verify import VerifyReport, verify_plan
+from autopar.runtime.verify import VerifyReport, compare
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.redistribute import Step, redistribution, whole_elements
+from autopar.specialize import specialize
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
 SHAPES = ((8, 4), (4, 4, 4), (8,))
@@ -238,8 +238,7 @@ def planned(case: Case, name: str, dtype: torch.dtype = torch.float32) -> Plan:
 def simulated(case: Case, plan: Plan, dtype: torch.dtype = torch.float32) -> VerifyReport:
     """All ranks of ``plan`` (`autopar.verify` would shrink it)."""
     model, batch = case.make(dtype)
-    args, kwargs = ((), batch)
-    return verify_plan(model, plan, args, kwargs)
+    return compare(model, specialize(model, plan, (), batch), (), batch)
 
 
 def priced_by_plan(plan: Plan) -> tuple[dict[Any, int], dict[Any, int]]:

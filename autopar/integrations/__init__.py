@@ -1,1 +1,0 @@
-"""Adapters to libraries that own the training loop."""

@@ -1,1 +1,0 @@
-from autopar.specialize import *
