@@ -20,7 +20,9 @@ HINTS = {
 }
 
 
-def _forward_values(model: torch.nn.Module, special: Specialization, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def _forward_values(
+    model: torch.nn.Module, special: Specialization, batch: dict[str, torch.Tensor]
+) -> list[torch.Tensor]:
     """What rank 0's forward program hands to its backward."""
     mesh, captured = special.assignment.mesh, special.captured
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -46,7 +48,9 @@ def test_saved_activations_and_parameters_take_the_bytes_that_the_plan_says(case
     model, batch = case.make()
     plan = autopar.plan(model, "cpu:4", hints=hints, example_inputs=batch)
     special = specialize(model, plan, (), batch)
-    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _forward_values(model, special, batch)}
+    kept = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _forward_values(model, special, batch)
+    }
     assert sum(kept.values()) == plan.memory["activations"]
     mesh = plan.mesh
     at_rest = sum(
