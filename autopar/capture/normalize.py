@@ -287,6 +287,15 @@ def sums_through_views(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
+def norms_without_bias(graph: fx.Graph) -> None:
+    """The backward of a layer norm looks at its bias only to see whether there is one: give it the weight twice, so
+    that with ZeRO-3 the bias is not gathered for nothing."""
+    for node in graph.find_nodes(op="call_function", target=aten.native_layer_norm_backward.default):
+        weight, bias = node.args[5:7]
+        if weight is not None and bias is not None:
+            node.args = (*node.args[:6], weight, *node.args[7:])
+
+
 def repeat_in_backward(graph: fx.Graph, kept_inputs: set[fx.Node]) -> None:
     """Give the backward its own copy of what follows from ``kept_inputs`` (parameters, buffers, constants) alone.
 
@@ -323,6 +332,7 @@ NORMAL_FORM: tuple[Callable[[fx.Graph], None], ...] = (
     drop_noops,
     products_to_einsum,
     sums_through_views,
+    norms_without_bias,
     drop_noops,
     drop_noops,
 )
