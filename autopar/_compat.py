@@ -19,7 +19,9 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "GradAOTOutput",
     "HashStore",
     "InputMutationAOTOutput",
+    "OpOverload",
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
@@ -37,6 +40,7 @@ __all__ = [
     "compiling",
     "flatten",
     "get_decompositions",
+    "pytree",
     "strided_shard",
 ]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from autopar._compat import pytree
 from autopar.capture.hf import default_seq_len, example_batch, is_transformers_model
 from autopar.capture.trace import refuse_empty
 from autopar.cluster import Cluster

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from autopar._compat import pytree
 from autopar.passes.collectives import KINDS, axis_of, group_argument
 
 

@@ -198,6 +198,6 @@ def _outputs(graph: fx.Graph, inputs: dict[str, Any]) -> tuple[Output, ...]:
 
 def batch_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensor leaves of a batch, in the order of `Captured.inputs`."""
-    from torch.utils import _pytree as pytree
+    from autopar._compat import pytree
 
     return [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]

@@ -7,10 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from autopar._compat import OpOverload, pytree
 from autopar.capture.graph import BlockClass, specs_of
 
 
@@ -83,7 +82,7 @@ def _signature(node: fx.Node, position: dict[fx.Node, int], outside: dict[fx.Nod
             return ("in", position[value])
         return ("out", outside.setdefault(value, len(outside)), value.op, specs_of(value))
 
-    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+    name = node.target._schema.name if isinstance(node.target, OpOverload) else str(node.target)
     args = [a for i, a in enumerate(node.args) if i != _NUMBERED.get(name)]
     flat = tuple(leaf(v) for v in pytree.tree_leaves((args, dict(sorted(node.kwargs.items())))))
     return (str(node.target), flat, specs_of(node), pattern(node.meta["module"]), node.meta["backward"])

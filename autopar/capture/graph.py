@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from autopar._compat import pytree
 from autopar.errors import InputError
 from autopar.sharding.layout import TensorSpec
 

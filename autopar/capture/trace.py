@@ -16,10 +16,9 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from autopar import ops
-from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling
+from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling, pytree
 from autopar.capture import hf
 from autopar.capture.decompositions import decomposition_table
 from autopar.errors import CaptureError, InputError

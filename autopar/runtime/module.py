@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from autopar._compat import pytree
 from autopar.capture import batch_tensors
 from autopar.errors import RuntimeFailure
 from autopar.passes.bind import bind

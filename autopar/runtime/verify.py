@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from autopar import ops
+from autopar._compat import pytree
 from autopar.capture import batch_tensors
 from autopar.runtime.program import Specialization
 from autopar.runtime.simulate import Traffic, run_ranks

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from autopar._compat import pytree
 from autopar.sharding.layout import TensorSpec
 from autopar.sharding.rule import Choice, OpCall, Rule, op_call
 from autopar.sharding.rules import replicated_rule, rule_for

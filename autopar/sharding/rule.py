@@ -25,8 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
+from autopar._compat import pytree
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 
 
