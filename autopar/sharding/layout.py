@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -98,11 +97,6 @@ class Layout:
         """Axes that split some dim."""
         return tuple(axis for axes in self.dims for axis in axes)
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether a reduction is outstanding."""
-        return bool(self.partial)
-
     def dim_of(self, axis: str) -> int | None:
         """The dim that ``axis`` splits, if any."""
         return next((d for d, axes in enumerate(self.dims) if axis in axes), None)
@@ -150,12 +144,3 @@ class Layout:
         parts = [f"{d}:{'+'.join(axes)}" for d, axes in enumerate(self.dims) if axes]
         parts += [f"partial({op}):{axis}" for axis, op in self.partial]
         return "[" + ", ".join(parts) + "]"
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-serialisable form; `from_json` reads it."""
-        return {"dims": [list(axes) for axes in self.dims], "partial": [list(pair) for pair in self.partial]}
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Layout:
-        """Inverse of `to_json`."""
-        return Layout(tuple(tuple(axes) for axes in data["dims"]), tuple((a, op) for a, op in data["partial"]))
