@@ -415,3 +415,18 @@ def test_data_dependent_branch() -> None:
         capture(model, (sample(4, 8),))
     assert "self.linear(x).sum() > 0" in str(caught.value)
     model(sample(4, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_bias_gradients_are_summed_in_float32(dtype: torch.dtype) -> None:
+    """A 16-bit gradient that is a sum is rounded after the sum, which may run across ranks,
+    and bit for bit what eager gives."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).to(dtype)
+    x = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    captured = capture(model, (x,))
+    sums = captured.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    assert len(sums) == 2
+    assert {n.meta["val"].dtype for n in sums} == {torch.float32}
+    assert {p.gradient.meta["val"].dtype for p in captured.parameters if p.gradient} == {dtype}
+    casts = captured.graph.find_nodes(op="call_function", target=aten._to_copy.default)
+    assert len(casts) == (0 if dtype == torch.float32 else 2)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from models import LARGE_HEAD, MLP, Batch, Case, Transformer, causal_batch, llama, mlp_batch, plain_batch, seeded
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 import autopar
 from autopar import Hints
@@ -34,9 +35,11 @@ from autopar.runtime.verify import compare
 from autopar.sharding.layout import Mesh
 from autopar.specialize import specialize
 
-#: One layer is enough, and keeps the number of places small.
+#: One layer is enough, and keeps the number of places small. Nothing that is done to a key bias would show.
 TRANSFORMER = Case(
-    "transformer", seeded(lambda: Transformer(fused=True, dropout=0.2, hidden=16, layers=1)), plain_batch
+    "transformer",
+    seeded(lambda: Transformer(fused=True, dropout=0.2, hidden=16, layers=1, key_bias=False)),
+    plain_batch,
 )
 LLAMA = Case("llama", seeded(lambda: llama(heads=4, kv_heads=2, hidden=16, ffn=32, layers=1)), causal_batch)
 PERCEPTRON = Case("mlp", seeded(MLP), mlp_batch)
@@ -306,3 +309,32 @@ def test_shards_of_neighbours(name: str) -> None:
     places, passed = unnoticed(name, READ_NEXT_SHARD)
     assert places >= 3
     assert not passed
+
+
+def three_bits(x: Tensor) -> Tensor:
+    """``x`` rounded to 3 bits of mantissa, where bfloat16 has 8."""
+    return x.to(torch.float8_e5m2).to(x.dtype)
+
+
+def _coarse_output(graph: Graph, node: fx.Node) -> None:
+    with graph.graph.inserting_before(node):
+        rounded = [graph.graph.call_function(three_bits, (value,)) for value in node.all_input_nodes]
+    node.args = (tuple(rounded),)
+
+
+def test_in_bfloat16() -> None:
+    """Where errors are only compared with those of one process, a wrong program fails as well, and so does one that is
+    right and too coarse."""
+    model, batch = TRANSFORMER.make(torch.bfloat16)
+    plan = autopar.plan(model, "cpu:1x4", hints=Hints(dp=2, tp=2, zero=0), example_inputs=batch)
+    special = specialize(model, plan, (), batch)
+    assert compare(model, special, (), batch).ok
+    wrong = [(place, compare(model, mutant, (), batch).ok) for place, mutant in mutants(special, REMOVE_REDUCTION)]
+    assert len(wrong) >= 8
+    assert not [place for place, ok in wrong if ok]
+    rounded = Mutation(lambda graph, node: node.op == "output", _coarse_output)
+    (_, (_, coarse)) = mutants(special, rounded)
+    report = compare(model, coarse, (), batch)
+    assert not report.ok
+    off = {n for n, e in report.errors.items() if n.startswith("gradient") and e > 3e-2}
+    assert len(off) > 0.9 * len(special.captured.parameters)

@@ -287,6 +287,26 @@ def sums_through_views(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
+def sums_in_float32(graph: fx.Graph) -> None:
+    """Let a 16-bit gradient that is a sum (a bias's) be summed in float32 and rounded at the end: one process does so
+    inside the operator, and across ranks every partial sum would be rounded as well."""
+    returned: Any = graph.output_node().args[0]
+    for gradient in {n for n in returned[graph.output_node().meta["plain"] :] if n is not None}:
+        node: fx.Node = gradient
+        while node.target in _VIEWS:
+            node = node.all_input_nodes[0]
+        value = node.meta["val"]
+        if node.target is not aten.sum.dim_IntList or value.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        with graph.inserting_after(node):
+            rounded = graph.call_function(aten._to_copy.default, (node,), {"dtype": value.dtype})
+        rounded.meta = dict(node.meta)
+        for user in [user for user in node.users if user is not rounded]:
+            user.replace_input_with(node, rounded)
+        node.kwargs = {**node.kwargs, "dtype": torch.float32}
+        node.meta["val"] = value.to(torch.float32)
+
+
 def norms_without_bias(graph: fx.Graph) -> None:
     """The backward of a layer norm looks at its bias only to see whether there is one: give it the weight twice, so
     that with ZeRO-3 the bias is not gathered for nothing."""
@@ -332,6 +352,7 @@ NORMAL_FORM: tuple[Callable[[fx.Graph], None], ...] = (
     drop_noops,
     products_to_einsum,
     sums_through_views,
+    sums_in_float32,
     norms_without_bias,
     drop_noops,
     drop_noops,

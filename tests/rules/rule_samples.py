@@ -101,7 +101,8 @@ def unary(d: Draw, target: Any) -> Call:
 @sample(aten._to_copy.default, aten.to.dtype)
 def convert(d: Draw, target: Any) -> Call:
     shape = d.shape()
-    x, dtype = d.pick([d.real(shape), d.whole(shape, -3, 3)]), d.pick([torch.float64, torch.int64])
+    x = d.pick([d.real(shape), d.real(shape).float(), d.whole(shape, -3, 3)])
+    dtype = d.pick([torch.float64, torch.float32, torch.int64])
     return ((x, dtype), {}) if target is aten.to.dtype else ((x,), {"dtype": dtype})
 
 

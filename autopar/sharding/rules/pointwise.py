@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from autopar.sharding.rule import OpCall, Rule, make_rule
 from autopar.sharding.rules.common import aligned, aten, linear_args, names
 from autopar.sharding.rules.registry import register
@@ -100,7 +102,6 @@ _POINTWISE = (
 
 # The argument positions in which an operator is linear: jointly within a group, with all others held.
 _LINEAR: dict[Any, tuple[tuple[int, ...], ...]] = {
-    aten._to_copy.default: ((0,),),
     aten.add.Tensor: ((0, 1),),
     aten.addcdiv.default: ((0, 1),),
     aten.addcmul.default: ((0, 1), (0, 2)),
@@ -128,7 +129,6 @@ _LINEAR: dict[Any, tuple[tuple[int, ...], ...]] = {
     aten.sub.Tensor: ((0, 1),),
     aten.tanh_backward.default: ((0,),),
     aten.threshold_backward.default: ((0,),),
-    aten.to.dtype: ((0,),),
     aten.where.self: ((1, 2),),
 }
 
@@ -155,6 +155,17 @@ def pointwise(call: OpCall) -> Rule:
 @register(*_LINEAR)
 def linear_pointwise(call: OpCall) -> Rule:
     return _pointwise(call, *_LINEAR[call.target])
+
+
+@register(aten._to_copy.default, aten.to.dtype)
+def cast(call: OpCall) -> Rule:
+    """Partial sums are cast to a wider dtype only: a sum is rounded once, not piece by piece."""
+    return _pointwise(call, *([(0,)] if _holds(call.results[0].dtype, call.operands[0].dtype) else []))
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every value of ``narrow`` is one of ``wide``."""
+    return torch.promote_types(wide, narrow) == wide and not (wide.is_floating_point and not narrow.is_floating_point)
 
 
 @register(*_LINEAR_IF_ZERO)

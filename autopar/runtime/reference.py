@@ -1,0 +1,257 @@
+"""What `autopar.verify` compares: the untouched model in eager mode, and the sharded program on all its ranks.
+
+Both take the same optimizer steps on the same batch, draw the same dropout masks and give a `Run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autopar import ops
+from autopar._compat import pytree
+from autopar.capture import batch_tensors
+from autopar.runtime.program import Specialization
+from autopar.runtime.simulate import Traffic, run_ranks
+from autopar.sharding.layout import Layout, Mesh
+
+#: Learning rates of the comparison's optimizer steps.
+LEARNING_RATE = {"sgd": 0.1, "sgd_momentum": 0.1, "adamw": 1e-3}
+#: Relative size of the random change of every parameter in `redrawn`: a few units in the last place of bfloat16 (2^-8),
+#: so that every rounding is drawn anew and the model is still the user's in all that matters.
+REDRAW = 0.02
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one comparison runs: a batch, how many steps of which optimizer are taken on it, and which draw of the
+    random numbers of `_tangents` and `redrawn` it is."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    steps: int
+    optimizer: str
+    draw: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one way of running the model gave: results and gradients of every step, parameters at the end."""
+
+    results: list[list[Tensor]]
+    gradients: list[dict[str, Tensor]]
+    parameters: dict[str, Tensor]
+
+
+class _Float64(TorchFunctionMode):
+    """Turns every request for float32 into one for float64."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def widen(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*map(widen, args), **{name: widen(value) for name, value in (kwargs or {}).items()})
+
+
+@contextlib.contextmanager
+def exact_float64() -> Iterator[None]:
+    """Inside, a float64 model computes in float64 throughout, in eager mode and while it is captured.
+
+    transformers casts to float32 in RMSNorm, rotary embeddings, softmax and the loss, so that a float64 model is only
+    exact to float32. Here ``Tensor.float``, ``Tensor.to(torch.float32)`` and every argument ``torch.float32`` mean
+    float64, and it is the default dtype.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Float64():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def redrawn(model: nn.Module, draw: int) -> nn.Module:
+    """The model (draw 0), or a copy of it whose parameters differ by some 2 %, the same way every time."""
+    if draw == 0:
+        return model
+    generator, other = torch.Generator().manual_seed(draw), copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            if p.is_floating_point():
+                p.mul_(1.0 + REDRAW * torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    return other
+
+
+def _tangents(special: Specialization, draw: int) -> list[Tensor]:
+    """What flows back into each differentiable output: 1 for a loss, random numbers for anything else."""
+    generator = torch.Generator().manual_seed(draw)
+    wanted = [o.node.meta["val"] for o in special.captured.outputs if o.tangent is not None]
+    return [
+        torch.ones((), dtype=t.dtype)
+        if not t.dim()
+        else torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype)
+        for t in wanted
+    ]
+
+
+def _optimizer(parameters: Iterable[Tensor], name: str) -> torch.optim.Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE[name])
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE.get(name, 0.1), momentum=0.9 if name == "sgd_momentum" else 0.0)
+
+
+def _seed(step: int) -> Tensor:
+    return torch.tensor([0x5EED, step])
+
+
+def run_eager(model: nn.Module, special: Specialization, batch: Batch) -> Run:
+    """The reference: a copy of the untouched model, in this process, in eager mode."""
+    own = copy.deepcopy(model)
+    opt = _optimizer([p for p in own.parameters() if p.requires_grad], batch.optimizer)
+    outputs = special.captured.outputs
+    results, gradients = [], []
+    for step in range(batch.steps):
+        opt.zero_grad()
+        draws = ops.counter_dropout(_seed(step)) if special.captured.seed is not None else contextlib.nullcontext()
+        with draws:
+            out = own(*batch.args, **batch.kwargs)
+        tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        wanted = [t for t, o in zip(tensors, outputs, strict=True) if o.tangent is not None]
+        torch.autograd.backward(
+            wanted, [g.to(t.dtype) for g, t in zip(_tangents(special, batch.draw), wanted, strict=True)]
+        )
+        results.append([t.detach() for t in tensors])
+        gradients.append({n: p.grad.detach().clone() for n, p in own.named_parameters() if p.grad is not None})
+        opt.step()
+    return Run(results, gradients, {n: p.detach() for n, p in own.named_parameters()})
+
+
+def run_exact(model: nn.Module, special: Specialization, batch: Batch) -> Run:
+    """`run_eager` in float64 throughout."""
+
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    args, kwargs = pytree.tree_map_only(Tensor, wide, (batch.args, dict(batch.kwargs)))
+    with exact_float64():
+        own = copy.deepcopy(model).double()
+        return run_eager(own, special, replace(batch, args=args, kwargs=kwargs))
+
+
+def run_sharded(model: nn.Module, special: Specialization, batch: Batch) -> tuple[Run, Traffic]:
+    """The sharded program on all its ranks, and the traffic of its first step."""
+    simulation = _Simulation(model, special, batch.optimizer, batch.draw)
+    tensors = batch_tensors(batch.args, batch.kwargs)
+    steps = [simulation.step(number, tensors) for number in range(batch.steps)]
+    run = Run([r for r, _ in steps], [g for _, g in steps], simulation.parameters())
+    return run, simulation.traffic
+
+
+def _assemble(pieces: list[Tensor], layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Tensor:
+    """The whole tensor from every rank's piece; replicas that differ make it NaN."""
+    whole = pieces[0].new_empty(shape)
+    for rank in range(mesh.size):
+        layout.local_slice(mesh, whole, rank).copy_(pieces[rank])
+    same = all(
+        torch.equal(layout.local_slice(mesh, whole, r), pieces[r]) or pieces[r].isnan().any() for r in range(mesh.size)
+    )
+    return whole if same else torch.full_like(whole, float("nan"))
+
+
+class _Simulation:
+    """The sharded program on all ranks, with optimizer steps on every rank's pieces."""
+
+    def __init__(self, model: nn.Module, special: Specialization, optimizer: str, draw: int) -> None:
+        self.special, self.mesh, self.draw = special, special.assignment.mesh, draw
+        self.ranks = range(self.mesh.size)
+        captured, layouts = special.captured, special.assignment.sources
+        named = dict(model.named_parameters(remove_duplicate=False))
+        self.pieces = [
+            {
+                p.name: nn.Parameter(layouts[p.placeholder].local_slice(self.mesh, named[p.name].detach(), r).clone())
+                for p in captured.parameters
+            }
+            for r in self.ranks
+        ]
+        self.buffers = {special.input_name(b.placeholder): b.tensor(model) for b in captured.buffers}
+        trained = [p.name for p in captured.parameters if p.gradient is not None]
+        self.optimizers = [_optimizer([pieces[n] for n in trained], optimizer) for pieces in self.pieces]
+        self.traffic = Traffic()
+
+    def step(self, number: int, tensors: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Forward, backward and optimizer step; the whole results and gradients."""
+        special, program, captured = self.special, self.special.program, self.special.captured
+        common = {**self.buffers, **{special.input_name(n): t for n, t in zip(captured.inputs, tensors, strict=True)}}
+        if captured.seed is not None:
+            common[special.input_name(captured.seed)] = _seed(number)
+        values = [
+            {
+                **common,
+                special.sharded.coordinates.name: torch.tensor(self.mesh.coordinates(r)),
+                **{special.input_name(p.placeholder): self.pieces[r][p.name].detach() for p in captured.parameters},
+            }
+            for r in self.ranks
+        ]
+        traffic = self.traffic if number == 0 else None
+        outputs = run_ranks(
+            program.forward, [[v[n] for n in program.forward_inputs] for v in values], self.mesh, traffic
+        )
+        for v, out in zip(values, outputs, strict=True):
+            v.update(zip(program.saved, out[program.num_results :], strict=True))
+        self._tangents(values)
+        assert program.backward is not None
+        local = run_ranks(
+            program.backward, [[v[n] for n in program.backward_inputs] for v in values], self.mesh, traffic
+        )
+        results = [
+            _assemble([out[i] for out in outputs], layout, self.mesh, tuple(o.node.meta["val"].shape))
+            for i, (o, layout) in enumerate(zip(captured.outputs, special.assignment.sinks, strict=False))
+        ]
+        return results, self._update(local)
+
+    def _tangents(self, values: list[dict[str, Tensor]]) -> None:
+        outputs = [
+            (o, layout)
+            for o, layout in zip(self.special.captured.outputs, self.special.assignment.sinks, strict=False)
+            if o.tangent is not None
+        ]
+        for (output, layout), tangent in zip(outputs, _tangents(self.special, self.draw), strict=True):
+            assert output.tangent is not None
+            for r in self.ranks:
+                values[r][self.special.input_name(output.tangent)] = layout.local_slice(self.mesh, tangent, r).clone()
+
+    def _update(self, local: list[list[Tensor]]) -> dict[str, Tensor]:
+        trained = [p for p in self.special.captured.parameters if p.gradient is not None]
+        whole = {}
+        for i, p in enumerate(trained):
+            whole[p.name] = _assemble(
+                [g[i] for g in local], self.special.assignment.sources[p.placeholder], self.mesh, p.spec.shape
+            )
+            for r in self.ranks:
+                self.pieces[r][p.name].grad = local[r][i]
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return whole
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The whole parameters as they are now."""
+        return {
+            p.name: _assemble(
+                [self.pieces[r][p.name].detach() for r in self.ranks],
+                self.special.assignment.sources[p.placeholder],
+                self.mesh,
+                p.spec.shape,
+            )
+            for p in self.special.captured.parameters
+        }
