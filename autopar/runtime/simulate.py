@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import flop_registry
 
 from autopar._compat import TorchDispatchMode
 from autopar.passes.collectives import (
@@ -26,6 +25,7 @@ from autopar.passes.collectives import (
     axis_of,
     group_argument,
 )
+from autopar.sharding.flops import count_flops
 from autopar.sharding.layout import Mesh
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -45,7 +45,7 @@ class Traffic:
 
 
 class _CountFlops(TorchDispatchMode):
-    """Adds the FLOPs of every operator that runs, by torch.utils.flop_counter's registry."""
+    """Adds the FLOPs of every operator that runs, as plans count them."""
 
     def __init__(self, traffic: Traffic) -> None:
         super().__init__()
@@ -53,9 +53,7 @@ class _CountFlops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            self.traffic.flops += formula(*args, **(kwargs or {}), out_val=out)
+        self.traffic.flops += count_flops(func, args, kwargs or {}, out)
         return out
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from autopar._compat import pytree
+from autopar.sharding.flops import count_flops, has_flops
 from autopar.sharding.layout import TensorSpec
-from autopar.sharding.rule import Choice, OpCall, Rule, op_call
+from autopar.sharding.rule import Arg, Choice, OpCall, Rule, op_call
 from autopar.sharding.rules import replicated_rule, rule_for
 
 aten = torch.ops.aten
@@ -119,25 +119,22 @@ def _spec(value: Any) -> TensorSpec | None:
 
 def flops_of(call: OpCall, rule: Rule) -> float:
     """Floating point operations of a whole call, as ``torch.utils.flop_counter`` counts them: a product of factors for
-    an einsum (2 a multiply-add), its registry for everything else, 0 for operators it does not know."""
+    an einsum (2 a multiply-add), `count_flops` for everything else."""
     if call.target is aten.einsum.default:
         total = 2.0
         for size in rule.sizes.values():
             total *= size
         return total
-    formula = flop_registry.get(getattr(call.target, "overloadpacket", None))
-    if formula is None:
+    if not has_flops(call.target):
         return 0.0
     metas = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in call.operands]
-    from autopar.sharding.rule import Arg
-
     args, kwargs = pytree.tree_map(
         lambda a: metas[a.index] if isinstance(a, Arg) else a,
         (call.args, dict(call.kwargs)),
         is_leaf=lambda a: isinstance(a, Arg),
     )
     outs = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in call.results]
-    return float(formula(*args, **kwargs, out_val=outs[0] if len(outs) == 1 else tuple(outs)))
+    return float(count_flops(call.target, args, kwargs, outs[0] if len(outs) == 1 else tuple(outs)))
 
 
 def read_operator(node: fx.Node) -> Operator:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import rule_samples_vision  # noqa: F401  adds its samples
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,10 @@ from autopar.sharding.rule import rule
 from autopar.sharding.rules import registered, replicated_rule, rule_for
 
 aten = torch.ops.aten
-UNDEFINED = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)  # values are whatever was there
+# values are whatever was there
+UNDEFINED = (
+    aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default
+)
 NOTHING_TO_SPLIT = (aten.all.default, aten.any.default, aten.prod.default, aten.scalar_tensor.default)
 
 

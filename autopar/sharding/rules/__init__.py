@@ -2,14 +2,19 @@
 
 from autopar.sharding.rules import (  # noqa: F401  importing a family registers its rules
     attention,
+    complex,
+    convolution,
     factory,
+    group_norm,
     index,
     matmul,
     norm,
     pointwise,
     random,
     reduction,
+    spatial,
     view,
+    window,
 )
 from autopar.sharding.rules.registry import register, registered, replicated_rule, rule_for
 

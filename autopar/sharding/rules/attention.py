@@ -14,9 +14,11 @@ from autopar.sharding.rules.registry import register
 
 _FORWARD = ("q", "k", "v", "key_mask", "bias", "seed", "starts", "scale", "causal", "window")
 _BACKWARD = ("grad_out", "q", "k", "v", "key_mask", "bias", "out", "lse", "seed", "starts", "scale", "causal", "window")
+#: Factors that only some gradients have: k's and v's lack those of the queries, a broadcast bias's any of them.
+_SUMMED = dict.fromkeys(("b", "g", "r", "s"), "sum")
 
 
-def _attention(call: OpCall, names: tuple[str, ...]) -> Rule:
+def _attention(call: OpCall, names: tuple[str, ...], results: tuple[str, ...]) -> Rule:
     given = dict(zip(names, call.args, strict=False))
     (batch, heads, queries, _), kv = (call.operands[given[name].index].shape for name in ("q", "k"))
     keys, kv_heads = kv[2], kv[1]
@@ -38,7 +40,6 @@ def _attention(call: OpCall, names: tuple[str, ...]) -> Rule:
     }
     if isinstance(given["bias"], Arg):
         terms["bias"] = aligned(call.operands[given["bias"].index], query, (batch, heads, queries, keys))
-    backward = names is _BACKWARD
     position = names.index("starts")
 
     def localize(local: Local) -> Any:
@@ -51,18 +52,23 @@ def _attention(call: OpCall, names: tuple[str, ...]) -> Rule:
     return make_rule(
         call,
         [terms[name] for name in names if isinstance(given[name], Arg)],
-        [query, key, key] if backward else [query, query[:3]],
+        [terms[name] for name in results],
         localize=localize,
-        reduced={"r": "sum", "s": "sum"} if backward else {},
+        reduced=_SUMMED if names is _BACKWARD else {},
         sizes={"g": kv_heads, "r": heads // kv_heads if kv_heads else 0},
     )
 
 
 @register(torch.ops.autopar.attention.default)
 def attention(call: OpCall) -> Rule:
-    return _attention(call, _FORWARD)
+    return _attention(call, _FORWARD, ("out", "lse"))
 
 
 @register(torch.ops.autopar.attention_backward.default)
 def attention_backward(call: OpCall) -> Rule:
-    return _attention(call, _BACKWARD)
+    return _attention(call, _BACKWARD, ("q", "k", "v"))
+
+
+@register(torch.ops.autopar.attention_bias_backward.default)
+def attention_bias_backward(call: OpCall) -> Rule:
+    return _attention(call, _BACKWARD, ("q", "k", "v", "bias"))

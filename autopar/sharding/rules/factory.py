@@ -58,6 +58,18 @@ def new_constant(call: OpCall) -> Rule:
     )
 
 
+@register(aten.new_empty_strided.default)
+def new_empty_strided(call: OpCall) -> Rule:
+    """As `new_constant`. Strides of the whole mean nothing to a piece; nothing relies on them."""
+    dims = names("d", len(call.results[0].shape))
+    operand = ((),) * len(call.operands[0].shape)
+
+    def localize(local: Local) -> Any:
+        return local.emit(aten.new_empty.default, local.operands[0], local.result_shape(), **call.kwargs)
+
+    return make_rule(call, [operand], [dims], localize=localize)
+
+
 @register(aten.empty_like.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default)
 def constant_like(call: OpCall) -> Rule:
     return dim_by_dim(call, linear=linear_args(call, (0,)) if call.target in _ZEROS else ())

@@ -24,6 +24,20 @@ def addmm(call: OpCall) -> Rule:
     )
 
 
+@register(aten.baddbmm.default)
+def baddbmm(call: OpCall) -> Rule:
+    result = (("b",), ("m",), ("n",))
+    first = aligned(call.operands[0], result, call.results[0].shape)
+    return make_rule(
+        call,
+        [first, (("b",), ("m",), ("k",)), (("b",), ("k",), ("n",))],
+        [result],
+        reduced={"k": "sum"},
+        linear=linear_args(call, (0, 1), (0, 2)),
+        localize=lambda local: local.default(arg0=once(local, 0)),
+    )
+
+
 @register(aten.bmm.default)
 def bmm(call: OpCall) -> Rule:
     return rule(call, "b m k, b k n -> b m n", reduced={"k": "sum"}, linear=linear_args(call, (0,), (1,)))

@@ -98,7 +98,15 @@ def scan(call: OpCall) -> Rule:
     return dim_by_dim(call, normalized(call.args[1], len(call.results[0].shape)), linear=linear_args(call, (0,)))
 
 
-@register(aten.cumprod.default, aten.logcumsumexp.default, aten.sort.default, aten.sort.stable, aten.topk.default)
+@register(
+    aten.cummax.default,
+    aten.cummin.default,
+    aten.cumprod.default,
+    aten.logcumsumexp.default,
+    aten.sort.default,
+    aten.sort.stable,
+    aten.topk.default,
+)
 def along_dim(call: OpCall) -> Rule:
     """Sorting and the like: along one dim, which stays whole."""
     position = {aten.topk.default: 2, aten.sort.stable: 2}.get(call.target, 1)
