@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,9 @@ from autopar.capture import capture
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.errors import InputError
+from autopar.fallback import fallbacks
 from autopar.plan import Plan
+from autopar.runtime.batches import input_names
 from autopar.runtime.program import Specialization, emit
 from autopar.solver.carry import plan_pins
 from autopar.solver.program import solve
@@ -55,7 +58,8 @@ def specialize(
     """The program that ``plan`` gives for one batch's shapes.
 
     What the plan decides is kept: where parameters rest and what heavy operators split; the rest is solved again for
-    these shapes. For the batch that the plan was made for the answer is the plan's own. ``captured`` saves a trace.
+    these shapes. For the batch that the plan was made for the answer is the plan's own; what does not divide another
+    takes the nearest valid layout and is listed in ``fallbacks``. ``captured`` saves a trace.
     """
     captured = captured or capture_batch(model, args, kwargs, training)
     operators = read(captured)
@@ -65,4 +69,6 @@ def specialize(
     space, program = make_program(captured, operators, plan.mesh, cluster, optimizer, pins, float("inf"))
     solution = solve(program)
     assert solution is not None  # without a budget every space has an answer
-    return emit(captured, operators, space.assignment(solution.options))
+    assignment = space.assignment(solution.options)
+    lost = fallbacks(captured, operators, assignment, plan, input_names(args, kwargs))
+    return replace(emit(captured, operators, assignment), fallbacks=lost)

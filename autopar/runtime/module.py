@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,8 @@ from autopar.capture import batch_tensors
 from autopar.errors import RuntimeFailure
 from autopar.passes.bind import bind
 from autopar.plan import Plan
+from autopar.runtime.batches import warn_of
+from autopar.runtime.cache import CACHE_SIZE, Cache, CacheEntry
 from autopar.runtime.parameters import as_dtensor, parallel_tree
 from autopar.runtime.process import agree, make_device_mesh, placements
 from autopar.runtime.program import Specialization
@@ -23,9 +24,6 @@ from autopar.runtime.program import Specialization
 #: Makes the program of a rank: ``specialize(model, plan, args, kwargs, training=)``. Handed in, because the runtime
 #: knows how to run programs and not how they are decided.
 Specialize = Callable[..., Specialization]
-
-#: Specialisations kept; the one used longest ago goes first.
-CACHE_SIZE = 16
 
 
 class _Step(torch.autograd.Function):
@@ -93,7 +91,7 @@ class ParallelModule(nn.Module):
         for name, b in tree.named_buffers(recurse=False):
             self.register_buffer(name, b, persistent=name not in tree._non_persistent_buffers_set)
         self.__dict__.update(_original=tree, plan=plan, mesh=mesh, device_mesh=device_mesh)
-        self.__dict__.update(_specialize=specialize, _cache=OrderedDict())
+        self.__dict__.update(_specialize=specialize, _cache=Cache(), _told=set())
         device = torch.device(device_mesh.device_type)
         self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
         self.__dict__["seed"] = torch.tensor([agree(torch.initial_seed() % 2**62), 0], device=device)
@@ -172,18 +170,25 @@ class ParallelModule(nn.Module):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         key = (str(spec), repr(shapes), self.training, tuple(p.requires_grad for p in self._original.parameters()))
-        cache: OrderedDict[Any, Specialization] = self._cache
-        if key not in cache:
-            cache[key] = self._load(args, kwargs)
-            if len(cache) > CACHE_SIZE:
-                cache.popitem(last=False)
-        cache.move_to_end(key)
-        return cache[key]
+        entry = CacheEntry(tuple(tuple(t.shape) for t in batch_tensors(args, kwargs)), self.training)
+        cache: Cache[Specialization] = self._cache
+        return cache.take(key, entry, lambda: self._load(args, kwargs))
+
+    @property
+    def specializations(self) -> tuple[CacheEntry, ...]:
+        """The programs kept at the moment, the longest unused first; at most ``CACHE_SIZE`` of them."""
+        return self._cache.entries()
+
+    def extra_repr(self) -> str:
+        """The plan, and how many programs are kept."""
+        return f"{self.plan}; {len(self.specializations)} of at most {CACHE_SIZE} programs kept"
 
     def _load(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
         """Make the program, compare it between ranks, and bind it to this process."""
         special: Specialization = self._specialize(self._original, self.plan, args, kwargs, training=self.training)
         self._compare(special.program.hash())
+        if dist.get_rank() == 0:
+            warn_of(special.fallbacks, self._told)
         groups = {axis: self.device_mesh.get_group(axis).group_name for axis in self.mesh.names}
         for graph in (special.program.forward, special.program.backward):
             if graph is not None:

@@ -19,10 +19,13 @@ from autopar.cluster import Cluster
 from autopar.hints import Hints, matching
 from autopar.plan import Plan
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.layout import Layout
-from autopar.sharding.operators import Operators
-from autopar.sharding.rule import Strategy
+from autopar.sharding.layout import Layout, Mesh
+from autopar.sharding.operators import Operator, Operators
+from autopar.sharding.rule import REPLICATE, Choice, Strategy
 from autopar.solver.space import Pins
+
+#: How a plan writes what needs no factor that divides: replicated, and partial sums handed on.
+_WITHOUT_FACTOR = frozenset({str(REPLICATE), str(Choice(linear=frozenset()))})
 
 
 def operator_keys(operators: Operators) -> dict[fx.Node, str]:
@@ -54,16 +57,50 @@ def operator_choices(operators: Operators, assignment: Assignment) -> dict[str, 
     return found
 
 
-def operator_pin(operators: Operators, choices: Mapping[str, Mapping[str, str]]) -> Callable[[fx.Node, Strategy], bool]:
-    """Whether a strategy is the one that ``choices`` has for the operator; operators not named there are free."""
-    keys = operator_keys(operators)
+def _fitting(op: Operator, chosen: Mapping[str, str], mesh: Mesh) -> dict[str, str]:
+    """Of what a plan has ``op`` split, by axis, that which divides here; the outermost axis takes its pieces first."""
+    left = dict(op.rule.sizes)
+    kept = {}
+    for axis, n in mesh.axes:
+        factor = chosen[axis]
+        if factor in _WITHOUT_FACTOR:
+            kept[axis] = factor
+        elif left.get(factor, 1) % n == 0:
+            kept[axis] = factor
+            left[factor] //= n
+    return kept
+
+
+def _chosen(operators: Operators, choices: Mapping[str, Mapping[str, str]]) -> dict[fx.Node, Mapping[str, str]]:
+    """What a plan's ``choices`` have every heavy operator split, by axis; operators not named there are left out."""
+    keys = operator_keys(operators).items()
+    found = {node: choices.get(key, choices.get(_by_pattern(key))) for node, key in keys}
+    return {node: choice for node, choice in found.items() if choice is not None}
+
+
+def operator_pin(
+    operators: Operators, choices: Mapping[str, Mapping[str, str]], mesh: Mesh
+) -> Callable[[fx.Node, Strategy], bool]:
+    """Whether a strategy is the nearest valid one to what ``choices`` has for the operator: the same on every axis on
+    which that divides. Operators not named there are free."""
+    chosen = _chosen(operators, choices)
+    fitting = {node: _fitting(operators.by_node[node], choice, mesh) for node, choice in chosen.items()}
 
     def pin(node: fx.Node, strategy: Strategy) -> bool:
-        key = keys.get(node)
-        chosen = None if key is None else choices.get(key, choices.get(_by_pattern(key)))
-        return chosen is None or list(chosen.values()) == [str(c) for c in strategy]
+        kept = fitting.get(node, {})
+        return all(kept.get(axis) in (None, str(c)) for axis, c in zip(mesh.names, strategy, strict=True))
 
     return pin
+
+
+def lost_choices(operators: Operators, plan: Plan) -> list[tuple[Operator, str, str]]:
+    """What ``plan`` splits and these shapes do not divide: heavy operators, each with the axis and the factor."""
+    return [
+        (operators.by_node[node], axis, factor)
+        for node, choice in _chosen(operators, plan.operators).items()
+        for axis, factor in choice.items()
+        if axis not in _fitting(operators.by_node[node], choice, plan.mesh)
+    ]
 
 
 def storage_of(plan: Plan) -> Callable[[str], Layout | None]:
@@ -99,7 +136,7 @@ def plan_pins(captured: Captured, operators: Operators, plan: Plan) -> Pins:
     zero_dims = {name: d for name, layout in layouts.items() if (d := layout.dim_of("dp")) is not None}
     return Pins(
         storage=lambda name, layout: name not in layouts or layouts[name] == layout,
-        operator=operator_pin(operators, plan.operators),
+        operator=operator_pin(operators, plan.operators, plan.mesh),
         zero_dims=zero_dims,
         strict=False,
     )

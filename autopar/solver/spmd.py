@@ -45,11 +45,12 @@ class Solved:
         return sum(self.memory.values())
 
 
-def read(captured: Captured) -> Operators:
-    """The operators of a captured graph; the batch is dim 0 of every input that has dims."""
+def read(captured: Captured, dim: int = 0) -> Operators:
+    """The operators of a captured graph; the batch is dim 0 of every input that has dims. With another ``dim`` its
+    factors and dims are those that carry that dim of the inputs instead."""
     return read_operators(
         captured.graph,
-        {node: 0 for node in captured.inputs if node.meta["val"].dim() > 0},
+        {node: dim for node in captured.inputs if node.meta["val"].dim() > dim},
         {o.tangent: o.node for o in captured.outputs if o.tangent is not None},
     )
 

@@ -1,0 +1,63 @@
+"""Finds what a batch's shapes do not let a plan split, and which dim of the inputs is to blame.
+
+A strategy of the plan that does not divide a new shape takes the nearest valid one (`carry.operator_pin`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from torch import fx
+
+from autopar.capture.graph import Captured
+from autopar.plan import Plan
+from autopar.runtime.batches import Fallback
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.operators import Operator, Operators
+from autopar.solver.carry import lost_choices
+from autopar.solver.spmd import read
+
+
+def _factors_by_dim(captured: Captured) -> dict[int, Mapping[fx.Node, frozenset[str]]]:
+    """For every dim of the inputs, the factors of every operator that carry it."""
+    deepest = max((node.meta["val"].dim() for node in captured.inputs), default=0)
+    return {dim: read(captured, dim).batch_factors for dim in range(deepest)}
+
+
+def fallbacks(
+    captured: Captured, operators: Operators, assignment: Assignment, plan: Plan, names: list[str]
+) -> tuple[Fallback, ...]:
+    """What ``assignment`` could not take over from ``plan``, by axis and dim; ``names`` are those of the inputs."""
+    lost = lost_choices(operators, plan)
+    if not lost:
+        return ()
+    by_dim = _factors_by_dim(captured)
+    found: dict[tuple[str, int | None], list[Operator]] = defaultdict(list)
+    for op, axis, factor in lost:
+        found[axis, next((d for d, factors in by_dim.items() if factor in factors[op.node]), None)].append(op)
+    for axis, dim in [kind for kind in found if kind[1] is None]:
+        # rules do not follow dims of size 1 everywhere: such operators count with the others that the axis lost
+        if (traced := next((kind for kind in found if kind[0] == axis and kind[1] is not None), None)) is not None:
+            found[traced] += found.pop((axis, dim))
+    flops = sum(op.flops for op in operators)
+    return tuple(
+        Fallback(
+            axis,
+            plan.mesh.degree(axis),
+            dim,
+            _inputs_with(captured, names, dim),
+            sum(op.flops for op in ops if _is_whole(op, axis, assignment)) / flops,
+        )
+        for (axis, dim), ops in found.items()
+    )
+
+
+def _inputs_with(captured: Captured, names: list[str], dim: int | None) -> tuple[tuple[str, int], ...]:
+    shapes = [tuple(node.meta["val"].shape) for node in captured.inputs]
+    return tuple((n, s[dim]) for n, s in zip(names, shapes, strict=True) if dim is not None and len(s) > dim)
+
+
+def _is_whole(op: Operator, axis: str, assignment: Assignment) -> bool:
+    """Whether every rank of ``axis`` does all of an operator's work."""
+    return assignment.strategies[op.node][assignment.mesh.names.index(axis)].factor is None

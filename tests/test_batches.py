@@ -1,0 +1,89 @@
+"""Batches of other shapes than the plan's: what they lose, in which words it is told, and which programs are kept."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+from dist.small_models import llama, tokens
+
+import autopar
+from autopar import Hints, Plan
+from autopar.runtime import cache
+from autopar.runtime.batches import Fallback, input_names, warn_of
+from autopar.runtime.cache import Cache, CacheEntry
+from autopar.runtime.program import Specialization
+from autopar.solver.carry import operator_choices
+from autopar.specialize import specialize
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return llama(num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def plan(model: Any) -> Plan:
+    return autopar.plan(model, "cpu:4", hints=Hints(dp=2, tp=2), example_inputs=tokens(4, 8))
+
+
+def made(model: Any, plan: Plan, batch: int, length: int) -> Specialization:
+    return specialize(model, plan, (), tokens(batch, length))
+
+
+def test_the_plans_own_shapes_lose_nothing(model: Any, plan: Plan) -> None:
+    assert made(model, plan, 4, 8).fallbacks == ()
+    assert made(model, plan, 2, 8).fallbacks == ()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_batch_that_does_not_divide_loses_dp_and_keeps_tp(model: Any, plan: Plan, batch: int) -> None:
+    found = made(model, plan, batch, 8)
+    assert found.fallbacks == (Fallback("dp", 2, 0, (("input_ids", batch), ("labels", batch)), 1.0),)
+    choices = operator_choices(found.operators, found.assignment)
+    assert {c["dp"] for c in choices.values()} == {"-"}
+    wanted = {key: choice["tp"] for key, choice in plan.operators.items()}
+    assert {key: choice["tp"] for key, choice in choices.items()} == wanted
+
+
+def test_the_words_name_the_input_and_what_to_do() -> None:
+    fallback = Fallback("dp", 4, 0, (("input_ids", 6), ("labels", 6)), 0.9)
+    assert str(fallback) == (
+        "dim 0 of input_ids (6), labels (6) does not divide over dp=4 as the plan splits it: 90% of the FLOPs run "
+        "replicated over dp for this batch; results are the same. To split the work, make the dim a multiple of 4 "
+        "(drop_last=True in the DataLoader, or pad the batch)."
+    )
+    assert "sizes of the model do not divide over tp=2" in str(Fallback("tp", 2, None, (), 0.1))
+
+
+def test_each_kind_of_fallback_is_told_once() -> None:
+    told: set[tuple[str, int | None]] = set()
+    what = [("dp", 0, 3), ("dp", 0, 1), ("tp", 1, 5)]
+    kinds = [Fallback(axis, 2, dim, (("x", size),), 1.0) for axis, dim, size in what]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of(kinds, told)
+        warn_of(kinds, told)
+    assert [str(w.message) for w in caught] == [str(kinds[0]), str(kinds[2])]
+
+
+def test_inputs_are_named_by_keyword_or_place() -> None:
+    batch = tokens(2, 4)
+    ids, labels = batch.values()
+    assert input_names((), batch) == ["input_ids", "labels"]
+    names = input_names((ids, {"a": labels}, 3), {"x": [ids, labels]})
+    assert names == ["argument 0", "argument 1['a']", "x[0]", "x[1]"]
+
+
+def test_the_cache_is_bounded_counts_and_makes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "CACHE_SIZE", 2)
+    kept: Cache[int] = Cache()
+    made_for: list[str] = []
+
+    def take(key: str) -> int:
+        return kept.take(key, CacheEntry(((len(key),),), True), lambda: made_for.append(key) or len(made_for))
+
+    assert [take(key) for key in ("a", "bb", "a", "ccc", "bb")] == [1, 2, 1, 3, 4]
+    assert made_for == ["a", "bb", "ccc", "bb"]
+    assert kept.entries() == (CacheEntry(((3,),), True, 1), CacheEntry(((2,),), True, 1))
