@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar._compat import get_decompositions
+from autopar.capture.normalization import normalization_table
 
 aten = torch.ops.aten
 
@@ -73,13 +74,31 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
                 aten.mse_loss_backward,
                 aten.smooth_l1_loss,
                 aten.smooth_l1_loss_backward,
+                aten._prelu_kernel,
+                aten._prelu_kernel_backward,
+                aten.addbmm,
+                aten.addmv,
+                aten.aminmax,
+                aten.binary_cross_entropy,
+                aten.binary_cross_entropy_backward,
                 aten.binary_cross_entropy_with_logits,
+                aten.celu,
+                aten.glu,
+                aten.glu_backward,
+                aten.hardshrink,
+                aten.huber_loss,
+                aten.huber_loss_backward,
+                aten.log_sigmoid_backward,
+                aten.log_sigmoid_forward,
+                aten.logaddexp,
+                aten.mish_backward,
+                aten.soft_margin_loss,
+                aten.softshrink,
+                aten.xlogy,
                 aten.softplus_backward,
                 aten.addcmul,
                 aten.addcdiv,
                 aten.rsub,
-                aten.std,
-                aten.var,
                 aten.leaky_relu_backward,
                 aten.elu_backward,
                 aten.hardswish_backward,
@@ -87,6 +106,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
             ]
         )
     )
+    table.update(normalization_table())
     table.update(
         {
             aten._log_softmax.default: _log_softmax,

@@ -1,0 +1,178 @@
+"""Batch norm and variance as means and pointwise operators.
+
+Statistics are then reductions like any other: with the batch split they are those of the whole batch (what SyncBatchNorm
+computes), in forward and backward, and so are the running statistics. Two passes, because the mean of squares minus the
+square of the mean loses in float32 what eager keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Statistics of 16-bit numbers are float32's, as in eager."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _variance(
+    x: Tensor, dim: Sequence[int] | None, correction: float | None, keepdim: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Variance and mean over ``dim`` (None: all dims) in x's dtype; None for complex numbers."""
+    if x.is_complex():
+        return None
+    wide, over = _wide(x), list(range(x.dim())) if not dim else [d % x.dim() for d in dim]
+    count = 1
+    for d in over:
+        count *= x.shape[d]
+    mean = wide.mean(over, keepdim=True)
+    squares = (wide - mean).square().sum(over, keepdim=keepdim)
+    variance = squares / max(count - (1 if correction is None else correction), 0)
+    return variance.to(x.dtype), (mean if keepdim else mean.squeeze(over)).to(x.dtype)
+
+
+def _var(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    found = _variance(x, dim, correction, keepdim)
+    return NotImplemented if found is None else found[0]
+
+
+def _std(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
+    found = _variance(x, dim, correction, keepdim)
+    return NotImplemented if found is None else found[0].sqrt()
+
+
+def _var_mean(
+    x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    found = _variance(x, dim, correction, keepdim)
+    return NotImplemented if found is None else found
+
+
+def _channels(x: Tensor) -> tuple[list[int], list[int]]:
+    """The dims of ``x`` [N, C, ...] that are averaged over, and the shape in which a [C] broadcasts to it."""
+    return [0, *range(2, x.dim())], [-1 if d == 1 else 1 for d in range(x.dim())]
+
+
+def _scaled(x: Tensor, centered: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """``centered`` by rstd [C], weight and bias, in x's dtype."""
+    shape = _channels(x)[1]
+    scale = rstd if weight is None else rstd * weight
+    out = centered * scale.view(shape)
+    return (out if bias is None else out + bias.view(shape)).to(x.dtype)
+
+
+def _batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, and mean, reciprocal deviation and variance [C] of the batch ``x`` [N, C, ...]."""
+    over, shape = _channels(x)
+    wide = _wide(x)
+    mean = wide.mean(over)
+    centered = wide - mean.view(shape)
+    variance = centered.square().mean(over)
+    rstd = (variance + eps).rsqrt()
+    return _scaled(x, centered, rstd, weight, bias), mean, rstd, variance
+
+
+def _without_statistics(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _batch_norm(x, weight, bias, eps)[:3]
+
+
+def _training(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Output, mean and reciprocal deviation of the batch, and the new running mean and (unbiased) variance."""
+    if not training:
+        return (*_evaluation(x, weight, bias, running_mean, running_var, momentum, eps), running_mean, running_var)
+    out, mean, rstd, variance = _batch_norm(x, weight, bias, eps)
+    count = x.numel() // x.shape[1]
+    unbiased = variance * (count / max(count - 1, 1))
+    new = [
+        (old * (1 - momentum) + value * momentum).to(old.dtype)
+        for old, value in ((running_mean, mean), (running_var, unbiased))
+    ]
+    return out, mean, rstd, *new
+
+
+def _evaluation(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    centered = _wide(x) - running_mean.view(_channels(x)[1])
+    out = _scaled(x, centered, (running_var + eps).rsqrt(), weight, bias)
+    return out, x.new_empty(0), x.new_empty(0)  # the batch has no statistics of interest
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_invstd: Tensor | None,
+    train: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias. S. Ioffe, C. Szegedy, "Batch Normalization", ICML 2015, section 3."""
+    over, shape = _channels(x)
+    if train:
+        assert save_mean is not None and save_invstd is not None
+        mean, rstd = save_mean, save_invstd
+    else:
+        assert running_mean is not None and running_var is not None
+        mean, rstd = running_mean, (running_var + eps).rsqrt()
+    wide = _wide(grad)
+    normal = (_wide(x) - mean.view(shape)) * rstd.view(shape)
+    total, along = wide.sum(over), (wide * normal).sum(over)
+    grad_input = None
+    if output_mask[0]:
+        scale = rstd if weight is None else rstd * weight
+        if train:
+            count = x.numel() // x.shape[1]
+            wide = wide - (total / count).view(shape) - normal * (along / count).view(shape)
+        grad_input = (wide * scale.view(shape)).to(x.dtype)
+    like = x if weight is None else weight
+    return (
+        grad_input,
+        along.to(like.dtype) if output_mask[1] else None,
+        total.to(like.dtype) if output_mask[2] else None,
+    )
+
+
+def normalization_table() -> dict[Any, Callable[..., Any]]:
+    """Decompositions of batch norm and variances, by operator."""
+    return {
+        aten._native_batch_norm_legit.no_stats: _without_statistics,
+        aten._native_batch_norm_legit_functional.default: _training,
+        aten._native_batch_norm_legit_no_training.default: _evaluation,
+        aten.native_batch_norm_backward.default: _backward,
+        aten.std.correction: _std,
+        aten.var.correction: _var,
+        aten.var_mean.correction: _var_mean,
+    }
