@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_distributed import SCRIPTS, assert_all_ok, torchrun
 
-LOOPS = ["ragged", "kept"]
+LOOPS = ["ragged", "kept", "recipe", "state"]
 
 pytestmark = pytest.mark.dist
 

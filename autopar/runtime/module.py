@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
 from autopar.capture import batch_tensors
-from autopar.errors import RuntimeFailure
+from autopar.errors import InputError, RuntimeFailure
 from autopar.passes.bind import bind
 from autopar.plan import Plan
 from autopar.runtime.batches import warn_of
 from autopar.runtime.cache import CACHE_SIZE, Cache, CacheEntry
-from autopar.runtime.parameters import as_dtensor, parallel_tree
+from autopar.runtime.parameters import as_dtensor, own_pieces, parallel_tree
 from autopar.runtime.process import agree, make_device_mesh, placements
 from autopar.runtime.program import Specialization
 
@@ -83,14 +83,15 @@ class ParallelModule(nn.Module):
         self.__dict__["_original"] = None
         mesh = plan.mesh
         device_mesh = make_device_mesh(mesh)
-        tree = parallel_tree(model, {name: p.storage for name, p in plan.parameters.items()}, mesh, device_mesh)
+        storage = {name: p.storage for name, p in plan.parameters.items()}
+        tree = parallel_tree(model, storage, mesh, device_mesh)
         for name, child in tree._modules.items():  # named_children would leave out a module's second name
             self.add_module(name, child)
         for name, p in tree.named_parameters(recurse=False):
             self.register_parameter(name, p)
         for name, b in tree.named_buffers(recurse=False):
             self.register_buffer(name, b, persistent=name not in tree._non_persistent_buffers_set)
-        self.__dict__.update(_original=tree, plan=plan, mesh=mesh, device_mesh=device_mesh)
+        self.__dict__.update(_original=tree, _storage=storage, plan=plan, mesh=mesh, device_mesh=device_mesh)
         self.__dict__.update(_specialize=specialize, _cache=Cache(), _told=set())
         device = torch.device(device_mesh.device_type)
         self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
@@ -119,6 +120,19 @@ class ParallelModule(nn.Module):
     def dtensor(self, piece: Tensor, layout: Any, shape: Sequence[int]) -> DTensor:
         """A rank's piece in ``layout`` as a DTensor of global ``shape``."""
         return as_dtensor(piece, layout, self.mesh, self.device_mesh, torch.Size(shape))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As ``nn.Module.load_state_dict``, from this module's own state dict (DTensors) or from a whole one of the
+        original model, which every rank must pass. InputError for ``assign``, which would replace the parameters."""
+        if assign:
+            raise InputError(
+                "a parallel module cannot take over the tensors of a state dict",
+                expected="assign=False: values are copied, and the optimizer keeps its parameters",
+                found="assign=True",
+                change="leave assign out",
+            )
+        pieces = own_pieces(state_dict, self, self._storage, self.mesh, self.device_mesh)
+        return super().load_state_dict(pieces, strict=strict)
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Switch between training and evaluation, as ``nn.Module.train``."""

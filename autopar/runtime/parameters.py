@@ -79,3 +79,19 @@ def parallel_tree(model: nn.Module, storage: Mapping[str, Layout], mesh: Mesh, d
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to(device_mesh.device_type, copy=True)
     return copy.deepcopy(model, memo)
+
+
+def own_pieces(
+    state: Mapping[str, Any], module: nn.Module, storage: Mapping[str, Layout], mesh: Mesh, device_mesh: DeviceMesh
+) -> dict[str, Any]:
+    """A state dict with every whole tensor that stands for a parameter of ``module`` cut to this rank's piece; each
+    rank must pass the same. ``storage`` gives layouts by the first name of a parameter. What has another shape, or is a
+    DTensor already, stays as it is."""
+    first = {id(p): name for name, p in module.named_parameters()}
+    found = dict(state)
+    for name, p in module.named_parameters(remove_duplicate=False):
+        value = found.get(name)
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == p.shape:
+            layout = storage.get(first[id(p)], Layout.replicated(p.dim()))
+            found[name] = distribute(value, layout, mesh, device_mesh)
+    return found

@@ -7,15 +7,18 @@ import copy
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from small_models import gradients, llama, tokens
 from torch import Tensor, nn
-from training import assert_close, join, say, whole
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from training import assert_close, join, parameters, say, whole
 
 import autopar
 from autopar import Hints
+from autopar.errors import InputError
 from autopar.runtime import cache
 
 
@@ -37,6 +40,14 @@ def compare(model: nn.Module, reference: nn.Module, losses: tuple[Tensor, Tensor
     assert_close(whole(gradients(model)), gradients(reference), "gradients")
 
 
+def step_of(model: nn.Module, reference: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Forward and backward of one batch on both; their losses."""
+    losses = model(**batch).loss, reference(**batch).loss
+    for loss in losses:
+        loss.backward()
+    return losses
+
+
 @contextlib.contextmanager
 def noted() -> Iterator[list[str]]:
     """The texts of autopar's warnings in the block, when it is done."""
@@ -53,10 +64,7 @@ def ragged() -> None:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
     with noted() as texts:
         for size, length in [(4, 8), (3, 8), (4, 8), (1, 8), (4, 6), (2, 5), (3, 7)]:
-            losses = [m(**tokens(size, length)).loss for m in (model, reference)]
-            for loss in losses:
-                loss.backward()
-            compare(model, reference, (losses[0], losses[1]))
+            compare(model, reference, step_of(model, reference, tokens(size, length)))
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -72,11 +80,7 @@ def kept() -> None:
     before, cache.CACHE_SIZE = cache.CACHE_SIZE, 2
     try:
         for length in (8, 6, 8, 4, 6):
-            losses = [m(**tokens(4, length)).loss for m in (model, reference)]
-            for m, loss in zip((model, reference), losses, strict=True):
-                m.zero_grad()
-                loss.backward()
-            compare(model, reference, (losses[0], losses[1]))
+            compare(model, reference, step_of(model, reference, tokens(4, length)))
         entries = model.specializations
         assert [(e.shapes[0], e.training, e.uses) for e in entries] == [((4, 4), True, 1), ((4, 6), True, 1)]
         assert "2 of at most" in repr(model)
@@ -84,7 +88,76 @@ def kept() -> None:
         cache.CACHE_SIZE = before
 
 
-LOOPS = (ragged, kept)
+def decayed(m: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups as every recipe makes them: no weight decay on norms and biases."""
+    named = list(m.named_parameters())
+    matrices = [p for name, p in named if not name.endswith("bias") and "norm" not in name]
+    others = [p for name, p in named if name.endswith("bias") or "norm" in name]
+    assert matrices and others
+    return [{"params": matrices, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
+
+
+def recipe() -> None:
+    """Groups by name, a warm-up schedule, clipping by value and by norm, an exponential moving average, and the first
+    layer frozen half way: parameters and averages agree after 6 steps. eps is large so that noise is not divided by
+    itself."""
+    model, reference = pair()
+    both = (model, reference)
+    optimizers = [torch.optim.AdamW(decayed(m), lr=1e-2, eps=1e-3) for m in both]
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=8) for o in optimizers]
+    averages = [AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for m in both]
+    for step in range(6):
+        for m, optimizer, schedule, average in zip(both, optimizers, schedules, averages, strict=True):
+            m.get_submodule("model.layers.0.mlp").requires_grad_(step < 3)
+            m(**tokens(4, 8, seed=step)).loss.backward()
+            torch.nn.utils.clip_grad_value_(m.parameters(), 0.01)
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            average.update_parameters(m)
+    assert_close(parameters(model), parameters(reference), "parameters")
+    assert_close(parameters(averages[0].module), parameters(averages[1].module), "averages")
+    losses = [average(**tokens(4, 8)).loss.detach() for average in averages]
+    assert_close({"loss": losses[0]}, {"loss": losses[1]}, "loss of the averages")
+    vectors = [torch.nn.utils.parameters_to_vector(m.parameters()).detach() for m in both]
+    assert_close(whole({"all": vectors[0]}), {"all": vectors[1]}, "parameters_to_vector")
+
+
+def state() -> None:
+    """Its own state dict and a whole one of the original model can be loaded, into the parameters that the optimizer
+    has; others are refused by what is wrong with them."""
+    model, reference = pair()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.mul_(2.0)
+    truth = parameters(reference)
+    held = [id(p) for p in model.parameters()]
+    model.load_state_dict(reference.state_dict())
+    assert held == [id(p) for p in model.parameters()] and model.lm_head.weight is model.model.embed_tokens.weight
+    assert_close(parameters(model), truth, "from the original model")
+    compare(model, reference, step_of(model, reference, tokens(4, 8)))
+    optimizer.step()
+    assert any(not torch.equal(p, truth[name]) for name, p in parameters(model).items())
+    model.load_state_dict(own)
+    assert all(torch.equal(p, truth[name] / 2) for name, p in parameters(model).items())
+    refused = {
+        "Missing key": lambda: model.load_state_dict({}),
+        "size mismatch": lambda: model.load_state_dict({**own, "model.norm.weight": torch.ones(7)}),
+        "cannot take over": lambda: model.load_state_dict(own, assign=True),
+    }
+    for text, load in refused.items():
+        try:
+            load()
+        except (RuntimeError, InputError) as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(f"expected {text}")
+
+
+LOOPS = (ragged, kept, recipe, state)
 
 
 def main() -> None:
