@@ -357,7 +357,7 @@ def test_dropout_is_ours_and_numbered(name: str) -> None:
     foreign = ("bernoulli", "native_dropout", "aten.dropout", "rand")
     assert [n for n in calls(captured) if any(word in str(n.target) for word in foreign)] == []
     numbers: dict[bool, list[int]] = {False: [], True: []}
-    where = {ours.dropout.default: 4, ours.attention.default: 12, ours.attention_backward.default: 15}
+    where = {ours.dropout.default: 4, ours.attention.default: 13, ours.attention_backward.default: 16}
     for node in calls(captured):
         if node.target in where:
             numbers[node.meta["backward"]].append(node.args[where[node.target]])

@@ -18,9 +18,11 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors
-from autopar.ops.attention import _Call, _cuda_backward, _cuda_forward, attention, scaled_dot_product_attention
+from autopar.ops.attention import attention
+from autopar.ops.attention_kernels import Call, cuda_backward, cuda_forward
 from autopar.ops.coordinates import starts
 from autopar.ops.dropout import active_dropout, counter_dropout, dropout, keep_mask
+from autopar.ops.sdpa import scaled_dot_product_attention
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -30,7 +32,7 @@ SEED = torch.tensor([1234, 7])
 def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """autopar::attention with everything off that is not named."""
     o = {"key_mask": None, "bias": None, "seed": None, "starts": None, "scale": q.shape[-1] ** -0.5, "causal": False,
-         "window": 0, "softcap": 0.0, "dropout": 0.0, "stream": 0, "extent": []} | options  # fmt: skip
+         "window": 0, "spread": False, "softcap": 0.0, "dropout": 0.0, "stream": 0, "extent": []} | options  # fmt: skip
     return attention(q, k, v, *o.values())
 
 
@@ -148,6 +150,70 @@ def test_window_equals_the_mask_spelled_out(causal: bool, window: int) -> None:
     assert_same(ours, with_gradients(functools.partial(eager, mask=mask), inputs), 1e-10)
 
 
+def added_mask(allowed: Tensor) -> Tensor:
+    """A mask as transformers' written-out attention adds it: a large negative number, not infinity."""
+    return torch.zeros((), dtype=torch.float64).where(allowed, torch.finfo(torch.float64).min)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [0, 2])
+@pytest.mark.parametrize("side", ["left", "right", "nothing left"])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_spread_attends_everything_where_nothing_is_allowed(
+    causal: bool, window: int, side: str, softcap: float
+) -> None:
+    inputs, i, j = qkv(kv_heads=2), torch.arange(6)[:, None], torch.arange(6)
+    key_mask = padding(2, 6, side) & (torch.tensor([[True], [side != "nothing left"]]))
+    allowed = key_mask[:, None, None, :] & (j <= i if causal else True) & (j > i - window if window else True)
+
+    def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        scores = q @ k.mT / math.sqrt(8)
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        return (scores + added_mask(allowed)).softmax(-1) @ v
+
+    options = {"key_mask": key_mask, "causal": causal, "window": window, "softcap": softcap, "spread": True}
+    ours = with_gradients(lambda *x: attend(*x, **options)[0], inputs)
+    assert_same(ours, with_gradients(written_out, inputs), 1e-10)
+    assert attend(*inputs, **options)[1].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6, 5), (1, 4, 6, 5), (1, 1, 6, 5), (2, 1, 1, 5), (1, 4, 1, 5)])
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"masks": True}], ids=["plain", "softcap", "masks"])
+def test_gradient_of_a_learned_bias(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    masked = "masks" in options
+    options = {"causal": True, "key_mask": padding(2, 5, "left"), "spread": True} if masked else options
+    allowed = padding(2, 5, "left")[:, None, None, :] & torch.ones(6, 5, dtype=torch.bool).tril()
+
+    def formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        scores = q @ k.mT / math.sqrt(8)
+        scores = 1.5 * torch.tanh(scores / 1.5) if "softcap" in options else scores
+        return (scores + bias + (added_mask(allowed) if masked else 0.0)).softmax(-1) @ v
+
+    inputs = qkv(kv_heads=2, keys=5)
+    inputs.append(torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_())
+    ours = with_gradients(lambda q, k, v, bias: attend(q, k, v, bias=bias, **options)[0], inputs)
+    assert_same(ours, with_gradients(formula, inputs), 1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradient_of_a_bias_in_float32(dtype: torch.dtype) -> None:
+    bias = torch.randn(1, 4, 6, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    inputs = [*qkv(dtype=dtype), bias]
+    reference = with_gradients(eager, [x.detach().double().requires_grad_() for x in inputs])
+    ours = with_gradients(lambda q, k, v, b: attend(q, k, v, bias=b)[0], inputs)
+    reference = [x.to(o.dtype) for x, o in zip(reference, ours, strict=True)]
+    assert_same(ours, reference, 3e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_gradients_of_a_learned_mask_through_the_drop_in() -> None:
+    mask = torch.randn(4, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    inputs = [*qkv(), mask]
+    ours = with_gradients(scaled_dot_product_attention, inputs)
+    assert_same(ours, with_gradients(F.scaled_dot_product_attention, inputs), 1e-10)
+
+
 def test_softcap_equals_the_formula() -> None:
     def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
@@ -202,11 +268,6 @@ def test_gradcheck(options: dict[str, Any]) -> None:
 
 def test_errors_are_clear() -> None:
     q, k, v = qkv()
-    bias = torch.zeros(1, 1, 6, 6, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="bias"):
-        attend(q, k, v, bias=bias)
-    with torch.no_grad():
-        attend(q, k, v, bias=bias)
     for bad, match in (
         ({"key_mask": torch.ones(2, 6)}, "key_mask"),
         ({"bias": torch.zeros(2, 3, 6, 6)}, "bias"),
@@ -232,10 +293,10 @@ def test_autocast_casts_as_torch_does() -> None:
 def test_cuda_kernels_take_what_they_are_given() -> None:
     """Shapes alone, on the meta device: no CPU can run them."""
     q, k, v = (x.detach().to("meta") for x in qkv(kv_heads=2, dtype=torch.bfloat16))
-    call = _Call(q, k, v, None, None, None, None, 0.3, True, 0, 0.0, 0.0, 0, [])
-    out, lse = _cuda_forward(call)
+    call = Call(q, k, v, None, None, None, None, 0.3, True, 0, False, 0.0, 0.0, 0, [])
+    out, lse = cuda_forward(call)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
-    assert [x.shape for x in _cuda_backward(call, out, out, lse)] == [q.shape, k.shape, v.shape]
+    assert [x.shape for x in cuda_backward(call, out, out, lse)] == [q.shape, k.shape, v.shape]
 
 
 # ---------------------------------------------------------------------------------------------------- the SDPA drop-in
@@ -542,8 +603,8 @@ def test_opcheck() -> None:
     opcheck(torch.ops.autopar.dropout.default, (x, SEED, zeros[:2], 0.3, 1, [3, 4]))
     opcheck(torch.ops.autopar.dropout.default, (x.mT, SEED, zeros[:2], 0.3, 1, [4, 3]))
     key_mask, bias = padding(2, 6, "left"), torch.randn(1, 4, 6, 6)
-    plain: tuple[Any, ...] = (0.3, True, 0, 0.0, 0.0, 0, [])
-    drawn = (0.3, True, 2, 1.5, 0.2, 0, [2, 4, 6, 6])
+    plain: tuple[Any, ...] = (0.3, True, 0, False, 0.0, 0.0, 0, [])
+    drawn = (0.3, True, 2, False, 1.5, 0.2, 0, [2, 4, 6, 6])
     for arguments in (
         (None, None, None, None, *plain),
         (key_mask, bias, None, None, *plain),
@@ -555,6 +616,8 @@ def test_opcheck() -> None:
         out, lse = attention(q, k, v, *arguments)
         backward = (torch.ones_like(out), q, k, v, *arguments[:2], out, lse, *arguments[2:])
         opcheck(torch.ops.autopar.attention_backward.default, backward)
+        if arguments[1] is not None:
+            opcheck(torch.ops.autopar.attention_bias_backward.default, backward)
 
 
 class Small(nn.Module):

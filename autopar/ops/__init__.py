@@ -8,9 +8,9 @@ Import these two from their modules, which have the same names.
 from __future__ import annotations
 
 from autopar.ops import attention, coordinates, dropout
-from autopar.ops.attention import scaled_dot_product_attention
 from autopar.ops.coordinates import starts
 from autopar.ops.dropout import active_dropout, counter_dropout, keep_mask
+from autopar.ops.sdpa import scaled_dot_product_attention
 
 __all__ = [
     "active_dropout",

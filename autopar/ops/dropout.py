@@ -218,7 +218,7 @@ class CounterDropout(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        from autopar.ops.attention import scaled_dot_product_attention  # attention draws its masks from this module
+        from autopar.ops.sdpa import scaled_dot_product_attention  # attention draws its masks from this module
 
         seed, stream = (self.seed, self.next_stream()) if dropout_p > 0.0 else (None, 0)
         return scaled_dot_product_attention(

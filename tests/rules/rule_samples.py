@@ -739,8 +739,9 @@ def _attention(d: Draw) -> tuple[Any, ...]:
     key_mask = d.pick([None, d.truth([batch, keys])])
     drop = d.pick([0.0, 0.3])
     seed, starts = (d.whole([2], 0, 99), torch.zeros(4, dtype=torch.int64)) if drop else (None, None)
-    return (q, k, v, key_mask, bias, seed, starts, 1 / math.sqrt(size), causal, window, d.pick([0.0, 5.0]), drop, 1,
-            [batch, heads, queries, keys] if drop else [])
+    softcap, extent = d.pick([0.0, 5.0]), [batch, heads, queries, keys] if drop else []
+    return (q, k, v, key_mask, bias, seed, starts, 1 / math.sqrt(size), causal, window, d.flag(), softcap, drop, 1,
+            extent)
 
 
 @sample(own.attention.default)
@@ -753,3 +754,11 @@ def attention_backward(d: Draw, target: Any) -> Call:
     q, k, v, key_mask, bias, seed, starts, *scalars = args = _attention(d)
     out, lse = autopar.ops.attention.attention(*args)
     return (d.real(out.shape), q, k, v, key_mask, bias, out, lse, seed, starts, *scalars), {}
+
+
+@sample(own.attention_bias_backward.default)
+def attention_bias_backward(d: Draw, target: Any) -> Call:
+    (grad, q, k, v, key_mask, _, out, lse, *rest), _ = attention_backward(d, target)
+    bias = d.real([d.pick([n, 1]) for n in q.shape[:3]] + [k.shape[2]])
+    out, lse = autopar.ops.attention.attention(q, k, v, key_mask, bias, *rest)
+    return (grad, q, k, v, key_mask, bias, out, lse, *rest), {}

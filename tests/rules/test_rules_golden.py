@@ -106,7 +106,7 @@ def test_layer_norm_backward() -> None:
 
 def _attention(heads: int, kv_heads: int, causal: bool) -> tuple[Any, ...]:
     q, k = floats(2, heads, 4, 2), floats(2, kv_heads, 4, 2)
-    return q, k, k, None, None, None, None, 0.5, causal, 0, 0.0, 0.0, 0, []
+    return q, k, k, None, None, None, None, 0.5, causal, 0, False, 0.0, 0.0, 0, []
 
 
 def test_attention_splits_batch_and_heads() -> None:

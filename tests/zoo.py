@@ -1,0 +1,183 @@
+"""transformers architectures, built small and seeded from their config classes, with batches that are hard to split.
+
+Two layers each, four heads of eight, a vocabulary of 64. Where a model takes a mask its batch is padded on either side,
+and labels count unevenly (see `models`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from models import BATCH, SEQUENCE, VOCABULARY, Batch, Case, causal_batch, masked_batch, seeded, uneven_labels
+from torch import nn
+
+#: What most configs call the same thing.
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GATED = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2}
+WIDE = {**SIZES, "intermediate_size": 64}
+#: One layer of each kind.
+ALTERNATING = ["sliding_attention", "full_attention"]
+
+
+@dataclass(frozen=True)
+class Architecture(Case):
+    """A `Case` named after its architecture; ``family`` is decoder, encoder, encoder-decoder, state-space or vision."""
+
+    family: str = "decoder"
+
+
+def _model(kind: str, family: str, **config: Any) -> Callable[[], nn.Module]:
+    """A builder of ``<kind>`` from ``<family>Config``; dropout stays as the config has it."""
+
+    def build() -> nn.Module:
+        return getattr(transformers, kind)(getattr(transformers, f"{family}Config")(**config))
+
+    return seeded(build)
+
+
+def _causal(name: str, family: str, **config: Any) -> Architecture:
+    return Architecture(name, _model(f"{family}ForCausalLM", family, **config), causal_batch)
+
+
+def decoder_inputs_batch() -> Batch:
+    """`causal_batch` for an encoder, and 6 uneven labels a row for its decoder."""
+    batch = causal_batch()
+    return {**batch, "labels": uneven_labels(batch["input_ids"])[:, 2:].contiguous()}
+
+
+def packed_batch() -> Batch:
+    """Sequences of unequal lengths packed by ``position_ids`` that restart, at other places in every row."""
+    batch = causal_batch()
+    del batch["attention_mask"]
+    starts = torch.tensor([[0, 3], [0, 5], [0, 1], [0, 7], [0, 4], [0, 2], [0, 6], [0, 3]])
+    positions = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
+    return {**batch, "position_ids": torch.where(positions >= starts[:, 1:], positions - starts[:, 1:], positions)}
+
+
+def image_batch() -> Batch:
+    """Images [batch, 3, 16, 16] and a class for each."""
+    generator = torch.Generator().manual_seed(4321)
+    images = torch.randn(BATCH, 3, 16, 16, generator=generator, dtype=torch.float64).float()
+    return {"pixel_values": images, "labels": torch.arange(BATCH) % 3}
+
+
+def image_text_batch() -> Batch:
+    """Images and texts that belong together, padded unevenly; every text ends in the end-of-text token."""
+    texts = causal_batch()
+    ids = texts["input_ids"].clamp(3)
+    ids[:, -1] = 2
+    mask = torch.ones_like(ids)
+    return {"input_ids": ids, "attention_mask": mask, "pixel_values": image_batch()["pixel_values"]}
+
+
+def audio_batch() -> Batch:
+    """Spectrograms [batch, 8 mel bins, 16 frames] and 6 uneven labels a row."""
+    generator = torch.Generator().manual_seed(4321)
+    features = torch.randn(BATCH, 8, 16, generator=generator, dtype=torch.float64).float()
+    return {"input_features": features, "labels": decoder_inputs_batch()["labels"]}
+
+
+def _clip() -> nn.Module:
+    text = {**WIDE, "num_hidden_layers": 2}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.CLIPConfig(
+        text_config=text, vision_config={**vision, "image_size": 16, "patch_size": 8}, projection_dim=16
+    )
+    return transformers.CLIPModel(config)
+
+
+SLIDING = {**GATED, "sliding_window": 3}
+GEMMA = {**SLIDING, "head_dim": 8, "layer_types": ALTERNATING, "query_pre_attn_scalar": 8}
+
+DECODERS = (
+    _causal("qwen2", "Qwen2", **GATED, tie_word_embeddings=True),
+    _causal("qwen2-sliding", "Qwen2", **SLIDING, use_sliding_window=True, max_window_layers=1),
+    _causal("qwen3", "Qwen3", **GATED, head_dim=8),
+    _causal("mistral", "Mistral", **SLIDING),
+    _causal("gemma2", "Gemma2", **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    Architecture("gemma3", _model("Gemma3ForCausalLM", "Gemma3Text", **GEMMA), causal_batch),
+    _causal("phi3", "Phi3", **GATED),
+    _causal("opt", "OPT", **SIZES, ffn_dim=64, word_embed_proj_dim=32),
+    _causal("gpt-neox", "GPTNeoX", **WIDE),
+    _causal("gpt-j", "GPTJ", vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=32,
+            bos_token_id=1, eos_token_id=2),
+    _causal("bloom", "Bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
+    _causal("falcon", "Falcon", **SIZES, multi_query=True, parallel_attn=True, alibi=False),
+    _causal("falcon-alibi", "Falcon", **SIZES, multi_query=False, parallel_attn=False, alibi=True),
+    _causal("granite", "Granite", **GATED, attention_multiplier=0.2, residual_multiplier=0.5, logits_scaling=2.0),
+    _causal("olmo2", "Olmo2", **GATED),
+)  # fmt: skip
+ENCODERS = (
+    Architecture("bert", _model("BertForMaskedLM", "Bert", **WIDE), masked_batch, "encoder"),
+    Architecture(
+        "roberta", _model("RobertaForMaskedLM", "Roberta", **WIDE, type_vocab_size=2), masked_batch, "encoder"
+    ),
+    Architecture(
+        "distilbert",
+        _model("DistilBertForMaskedLM", "DistilBert", vocab_size=VOCABULARY, dim=32, hidden_dim=64, n_layers=2,
+               n_heads=4, max_position_embeddings=32),
+        causal_batch,
+        "encoder",
+    ),
+)  # fmt: skip
+ENCODER_DECODERS = (
+    Architecture(
+        "t5",
+        _model("T5ForConditionalGeneration", "T5", vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2,
+               num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=6,
+               decoder_start_token_id=0),
+        decoder_inputs_batch,
+        "encoder-decoder",
+    ),
+    Architecture(
+        "bart",
+        _model("BartForConditionalGeneration", "Bart", vocab_size=VOCABULARY, d_model=32, encoder_layers=2,
+               decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
+               decoder_ffn_dim=64, max_position_embeddings=32),
+        decoder_inputs_batch,
+        "encoder-decoder",
+    ),
+)  # fmt: skip
+STATE_SPACE = (
+    Architecture(
+        "mamba2",
+        _model("Mamba2ForCausalLM", "Mamba2", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_heads=8,
+               head_dim=8, state_size=8, n_groups=2, chunk_size=4, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+        causal_batch,
+        "state-space",
+    ),
+)  # fmt: skip
+VISION = (
+    Architecture(
+        "vit",
+        _model("ViTForImageClassification", "ViT", hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+               num_attention_heads=4, image_size=16, patch_size=4, num_labels=3),
+        image_batch,
+        "vision",
+    ),
+    Architecture("clip", seeded(_clip), image_text_batch, "vision"),
+    Architecture(
+        "whisper",
+        _model("WhisperForConditionalGeneration", "Whisper", vocab_size=VOCABULARY, num_mel_bins=8, d_model=32,
+               encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+               encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=8, max_target_positions=16, pad_token_id=0,
+               bos_token_id=1, eos_token_id=2, decoder_start_token_id=3),
+        audio_batch,
+        "vision",
+    ),
+)  # fmt: skip
+
+ARCHITECTURES = (*DECODERS, *ENCODERS, *ENCODER_DECODERS, *STATE_SPACE, *VISION)
