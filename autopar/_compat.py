@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as disable_torch_function
 from torch._C._distributed_c10d import HashStore
 from torch._decomp import get_decompositions
 from torch._functorch._aot_autograd.descriptors import (
@@ -38,6 +39,7 @@ __all__ = [
     "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
     "compiling",
+    "disable_torch_function",
     "flatten",
     "get_decompositions",
     "pytree",

@@ -1,12 +1,13 @@
 """Cuts the tagged joint graph of a rank into a forward and a backward graph.
 
 Invariant: run one after the other, with the saved values handed over, they compute what the joint graph computes; the
-forward returns the results and exactly the values tagged as kept that the backward reads.
+forward returns the results asked for and exactly the values tagged as kept that the backward reads.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -18,14 +19,20 @@ from autopar.passes.shard import Sharded
 @dataclass(frozen=True)
 class Program:
     """``forward(*forward_inputs) -> (results..., saved...)`` and ``backward(*backward_inputs) -> gradients``, inputs by
-    placeholder name; a name in ``saved`` is handed over by the forward."""
+    placeholder name; a name in ``saved`` is handed over by the forward. ``results`` are the places of the results among
+    the captured outputs."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     forward_inputs: tuple[str, ...]
     backward_inputs: tuple[str, ...]
     saved: tuple[str, ...]
-    num_results: int
+    results: tuple[int, ...]
+
+    @property
+    def num_results(self) -> int:
+        """How many of the forward's outputs are results."""
+        return len(self.results)
 
     def hash(self) -> str:
         """SHA-256 of the text of both graphs: equal on every rank of a stage."""
@@ -64,12 +71,15 @@ def _extract(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]
     return fx.GraphModule(torch.nn.Module(), graph, class_name=name)
 
 
-def partition(sharded: Sharded) -> Program:
-    """Cut ``sharded`` (tagged by `recompute.tag`) in two."""
-    calls, boundary = _backward_nodes(sharded)
+def partition(sharded: Sharded, *, results: Collection[int] | None = None, gradients: bool = True) -> Program:
+    """Cut ``sharded`` (tagged by `recompute.tag`) in two. ``results`` are the places of the outputs that the forward
+    returns (None: all); without ``gradients`` there is no backward, and nothing is saved for one."""
+    places = tuple(i for i in range(len(sharded.results)) if results is None or i in results)
+    wanted = [sharded.results[i] for i in places]
+    calls, boundary = _backward_nodes(sharded) if gradients else ({}, {})
     saved = [n for n in boundary if n.op != "placeholder"]
     forward: set[fx.Node] = set()
-    stack = [*sharded.results, *saved]
+    stack = [*wanted, *saved]
     while stack:
         node = stack.pop()
         if node not in forward:
@@ -77,9 +87,9 @@ def partition(sharded: Sharded) -> Program:
             stack.extend(node.all_input_nodes)
     order = [n for n in sharded.module.graph.nodes if n in forward]
     inputs = [n for n in order if n.op == "placeholder"]
-    module = _extract([n for n in order if n.op == "call_function"], inputs, [*sharded.results, *saved], "Forward")
+    module = _extract([n for n in order if n.op == "call_function"], inputs, [*wanted, *saved], "Forward")
     backward = None
-    if sharded.gradients:
+    if gradients and sharded.gradients:
         backward = _extract(list(calls), list(boundary), list(sharded.gradients), "Backward")
     return Program(
         module,
@@ -87,5 +97,5 @@ def partition(sharded: Sharded) -> Program:
         tuple(n.name for n in inputs),
         tuple(n.name for n in boundary),
         tuple(n.name for n in saved),
-        len(sharded.results),
+        places,
     )

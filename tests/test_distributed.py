@@ -15,6 +15,7 @@ SCRIPTS = Path(__file__).resolve().parent / "dist"
 TIMEOUT = 240  # seconds; a hang must not look like slowness
 LAYOUTS = ["free", "tp=2, zero=3", "dp forced", "dp forced, zero=3"]
 FEATURES = ["optimizers", "module", "loss_outside", "logits_outside", "meta", "shapes", "frozen", "accumulated"]
+ENDS = ["criterion", "several_results", "buffers", "evaluation", "all_frozen", "deferred"]
 
 pytestmark = pytest.mark.dist
 
@@ -70,6 +71,12 @@ def test_the_module_is_used_as_the_model() -> None:
     """foreach and fused optimizers; attributes, evaluation, logits and state_dict; losses computed outside; meta
     models; other batch shapes; frozen parameters; accumulated gradients (``features.py``), on four ranks."""
     assert_all_ok(torchrun(4, SCRIPTS / "features.py"), 4, FEATURES)
+
+
+def test_the_ends_of_real_loops() -> None:
+    """Losses outside the model, several results or none used, batch norm and other buffers, evaluation, models frozen
+    whole, logits on demand (``ends.py``), on four ranks."""
+    assert_all_ok(torchrun(4, SCRIPTS / "ends.py"), 4, ENDS)
 
 
 @pytest.mark.parametrize(("what", "message"), [

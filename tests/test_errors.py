@@ -149,21 +149,29 @@ def test_model_that_fails_while_traced() -> None:
 
 
 def test_model_without_gradients() -> None:
-    """Frozen as a whole, or detached."""
-    frozen = models.mlp().requires_grad_(False)
-    error = raised(CaptureError, lambda: plan(frozen, example_inputs=X))
-    check(error, what="Sequential has no trainable parameters", change="requires_grad_")
+    """Nothing to split, or detached."""
+    check(raised(CaptureError, lambda: plan(nn.ReLU(), example_inputs=X)), what="ReLU has no parameters")
     check(raised(CaptureError, lambda: plan(Detaching(), example_inputs=X)), what="no parameter gets a gradient")
 
 
-def test_model_with_running_statistics() -> None:
-    """The buffer that the forward updates is named."""
-    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
-    error = raised(CaptureError, lambda: plan(model, example_inputs=X))
-    check(error, what="changes a buffer", found=r"^1\.running_mean", change="eval")
+class Rebinding(nn.Module):
+    """Replaces a buffer in its forward where it should change it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps = self.steps + 1
+        return self.linear(x) * self.steps
 
 
-# ---- batches ----
+def test_model_that_replaces_a_buffer() -> None:
+    """A trace would forget it, and every step would start from the first value: refused, with its name."""
+    error = raised(CaptureError, lambda: plan(Rebinding(), example_inputs=X))
+    check(error, what="replaces steps by another tensor", found="assignment to steps", change="in place")
+
 
 
 def test_plain_module_without_example_inputs() -> None:

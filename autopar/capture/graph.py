@@ -55,10 +55,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor that the model returns; ``tangent`` is its gradient's placeholder, None where no gradient is taken."""
+    """A tensor that the model returns, or with ``buffer`` the new value of a buffer that its forward changes.
+    ``tangent`` is its gradient's placeholder, None where no gradient is taken."""
 
     node: fx.Node
-    tangent: fx.Node | None
+    tangent: fx.Node | None = None
+    buffer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,9 @@ class Captured:
     """A model traced for one set of input shapes.
 
     ``inputs`` are the placeholders of the tensor leaves of ``(args, kwargs)``, in pytree order, ``input_spec`` its
-    structure with those leaves; ``outputs`` are the tensor leaves of what the model returns, ``output_spec`` its
-    structure, ``output_constants`` its other leaves by position. ``seed`` is the placeholder of the dropout seed
-    (int64 [2]: seed and step), None if the model draws no random numbers.
+    structure with those leaves; ``outputs`` are the tensor leaves of what the model returns, followed by the new values
+    of buffers; ``output_spec`` is the structure of what it returns, ``output_constants`` its other leaves by position.
+    ``seed`` is the placeholder of the dropout seed (int64 [2]: seed and step), None if no random numbers are drawn.
     """
 
     module: fx.GraphModule

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,14 +47,34 @@ class _Flat(nn.Module):
         given = iter(tensors)
         leaves = [self.constants[i] if i in self.constants else next(given) for i in range(self.spec.num_leaves)]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        held = _held(self.model)
         with ops.counter_dropout(getattr(self, SEED)) as mode:
             result = self.model(*args, **kwargs)
         self.streams = mode.streams
+        _refuse_rebinding(held, _held(self.model))
         loss = _loss_of(result)
         flat, self.output_spec = pytree.tree_flatten(result)
         self.output_constants = tuple((i, leaf) for i, leaf in enumerate(flat) if not isinstance(leaf, Tensor))
         kept = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         return tuple(leaf if loss is None or leaf is loss else leaf.detach() for leaf in kept)
+
+
+def _held(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of a model by name, tied ones under each of their names."""
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
+def _refuse_rebinding(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    """CaptureError if a forward put other tensors in the place of buffers: the trace would forget them silently, where
+    changes in place are seen."""
+    rebound = [name for name, tensor in after.items() if before.get(name) is not tensor]
+    if rebound:
+        raise CaptureError(
+            f"the forward replaces {rebound[0]} by another tensor",
+            expected="buffers that are changed in place, or not at all",
+            found="an assignment to " + ", ".join(rebound),
+            change="change it in place (.copy_(), .add_(), ...) in place of an assignment",
+        )
 
 
 def _loss_of(result: Any) -> Tensor | None:
@@ -65,7 +85,7 @@ def _loss_of(result: Any) -> Tensor | None:
 
 @dataclass
 class Traced:
-    """The raw joint graph and what is needed to read it."""
+    """The raw joint graph and what is needed to read it. ``frozen`` models have gradients in it that nobody wants."""
 
     module: fx.GraphModule
     input_spec: pytree.TreeSpec
@@ -73,6 +93,7 @@ class Traced:
     output_constants: tuple[tuple[int, Any], ...]
     parameter_aliases: dict[str, str]
     streams: int
+    frozen: bool
     prefix: str = field(default="model.")
 
 
@@ -200,11 +221,18 @@ def refuse_empty(tensors: Iterable[Tensor]) -> None:
 
 @torch.inference_mode(False)
 @torch.enable_grad()  # the first forward for a shape may be one of an evaluation loop under no_grad
-def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool | None = None) -> Traced:
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    training: bool | None = None,
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> Traced:
     """Trace ``model(*args, **kwargs)`` with its backward.
 
     Only the shapes and dtypes of the tensors in ``args`` and ``kwargs`` matter (meta tensors are fine). ``training``
-    defaults to the model's own mode. Raises CaptureError, InputError.
+    defaults to the model's own mode; ``prepare`` may change the copy that is traced. Raises CaptureError, InputError.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     clone = _clone(model, mode)
@@ -213,6 +241,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, tr
         hf.prepare(clone)
     clone.train(model.training if training is None else training)
     _attributes_to_buffers(clone)
+    if prepare is not None:
+        prepare(clone)
     _annotate(clone)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     refuse_empty(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -221,12 +251,15 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, tr
         seed = torch.empty(2, dtype=torch.int64)
     constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
     flat = _Flat(clone, spec, constants, seed)
+    frozen = not any(p.requires_grad for p in clone.parameters())
+    if frozen:  # traced as if it were not, for a joint graph like any other; its gradients are not asked for
+        clone.requires_grad_(True)
     if not any(p.requires_grad for p in clone.parameters()):
         raise CaptureError(
-            f"{type(model).__name__} has no trainable parameters",
-            expected="at least one parameter with requires_grad",
+            f"{type(model).__name__} has no parameters",
+            expected="at least one parameter",
             found="none",
-            change="call model.requires_grad_(True)",
+            change="nothing is to be split: run it as it is",
         )
     with _trace_context(is_hf, is_hf and hf.may_pack(model, kwargs)) as stack:
         try:
@@ -236,4 +269,5 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, tr
         except Exception as error:
             raise _failure(model, error) from error
     assert flat.output_spec is not None
-    return Traced(joint.graph_module, spec, flat.output_spec, flat.output_constants, _aliases(clone), flat.streams)
+    constants = flat.output_constants
+    return Traced(joint.graph_module, spec, flat.output_spec, constants, _aliases(clone), flat.streams, frozen)

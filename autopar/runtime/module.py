@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,9 +16,11 @@ from autopar._compat import pytree
 from autopar.capture import batch_tensors
 from autopar.errors import InputError, RuntimeFailure
 from autopar.passes.bind import bind
+from autopar.passes.partition import Program
 from autopar.plan import Plan
 from autopar.runtime.batches import warn_of
 from autopar.runtime.cache import CACHE_SIZE, Cache, CacheEntry
+from autopar.runtime.outputs import Deferred, OutputTensor, stale
 from autopar.runtime.parameters import as_dtensor, own_pieces, parallel_tree
 from autopar.runtime.process import agree, make_device_mesh, placements
 from autopar.runtime.program import Specialization
@@ -32,41 +36,54 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, module: ParallelModule, special: Specialization, given: dict[str, Tensor], *parameters: DTensor
+        ctx: Any,
+        module: ParallelModule,
+        special: Specialization,
+        program: Program,
+        given: dict[str, Tensor],
+        *parameters: DTensor,
     ) -> tuple[Tensor, ...]:
-        program = special.program
-        values = dict(given)
-        names = [special.input_name(p.placeholder) for p in special.captured.parameters]
-        values.update({name: p.to_local() for name, p in zip(names, parameters, strict=True)})
+        values = {**given, **_local(special, parameters)}
         outputs = program.forward(*(values[name] for name in program.forward_inputs))
         results, saved = outputs[: program.num_results], outputs[program.num_results :]
         values.update(zip(program.saved, saved, strict=True))
         kept = [name for name in program.backward_inputs if name in values]
         ctx.save_for_backward(*(values[name] for name in kept))
-        ctx.kept, ctx.module, ctx.special = kept, module, special
-        plain = [r for r, o in zip(results, special.captured.outputs, strict=True) if o.tangent is None]
-        ctx.mark_non_differentiable(*plain)
-        ctx.set_materialize_grads(True)
+        ctx.kept, ctx.module, ctx.special, ctx.program = kept, module, special, program
+        places = zip(results, program.results, strict=True)
+        ctx.mark_non_differentiable(*(r for r, i in places if special.captured.outputs[i].tangent is None))
+        ctx.set_materialize_grads(False)  # which results were not used says which parameters get no gradient
+        ctx.empty = [torch.empty_like(r, device="meta") for r in results]
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
         special: Specialization = ctx.special
-        program = special.program
+        program: Program = ctx.program
         assert program.backward is not None
         values = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
-        for output, tangent in zip(special.captured.outputs, tangents, strict=True):
+        used = {place for place, tangent in zip(program.results, tangents, strict=True) if tangent is not None}
+        for place, tangent, empty in zip(program.results, tangents, ctx.empty, strict=True):
+            output = special.captured.outputs[place]
             if output.tangent is not None:
+                if tangent is None:
+                    tangent = torch.zeros_like(empty, device=ctx.module.device_mesh.device_type)
                 values[special.input_name(output.tangent)] = tangent
         with torch.no_grad():
             gradients = iter(program.backward(*(values[name] for name in program.backward_inputs)))
         found: list[DTensor | None] = []
         for p in special.captured.parameters:
+            gradient = None if p.gradient is None else next(gradients)
+            reached = gradient is not None and used & special.reached[p.name]
             layout = special.assignment.sources[p.placeholder]
-            found.append(
-                None if p.gradient is None else ctx.module.dtensor(next(gradients).contiguous(), layout, p.spec.shape)
-            )
-        return (None, None, None, *found)
+            found.append(ctx.module.dtensor(gradient.contiguous(), layout, p.spec.shape) if reached else None)
+        return (None, None, None, None, *found)
+
+
+def _local(special: Specialization, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+    """This rank's pieces of the parameters, by the name under which they enter the program."""
+    names = [special.input_name(p.placeholder) for p in special.captured.parameters]
+    return {n: p.to_local() for n, p in zip(names, parameters, strict=True)}  # type: ignore[attr-defined]
 
 
 class ParallelModule(nn.Module):
@@ -75,7 +92,8 @@ class ParallelModule(nn.Module):
     Parameters have the model's names and are `DTensor`s on the whole mesh, so any ``torch.optim`` optimizer and
     ``torch.nn.utils.clip_grad_norm_`` work unchanged; other attributes (``config`` and the like) are the model's own.
     ``forward`` takes the global batch on every rank. A scalar result (the loss) is that of the global batch and the
-    same on every rank; other tensors come back as DTensors. ``plan`` is what was decided.
+    same on every rank; other tensors come back as DTensors that PyTorch functions take as whole (`OutputTensor`). In
+    training, what comes beside a loss is computed only if it is used (`Deferred`). ``plan`` is what was decided.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, specialize: Specialize) -> None:
@@ -93,6 +111,7 @@ class ParallelModule(nn.Module):
             self.register_buffer(name, b, persistent=name not in tree._non_persistent_buffers_set)
         self.__dict__.update(_original=tree, _storage=storage, plan=plan, mesh=mesh, device_mesh=device_mesh)
         self.__dict__.update(_specialize=specialize, _cache=Cache(), _told=set())
+        self.__dict__.update(_programs=weakref.WeakKeyDictionary(), _keeps_all=False)
         device = torch.device(device_mesh.device_type)
         self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
         self.__dict__["seed"] = torch.tensor([agree(torch.initial_seed() % 2**62), 0], device=device)
@@ -147,37 +166,107 @@ class ParallelModule(nn.Module):
         device = self.device_mesh.device_type
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (args, kwargs))
         special = self.specialization(args, kwargs)
-        captured = special.captured
+        given = self._given(special, args, kwargs)
+        parameters = [self._original.get_parameter(p.name) for p in special.captured.parameters]
+        if not torch.is_grad_enabled() or special.program.backward is None:
+            results = dict(enumerate(self._evaluate(special, given, parameters)))
+        else:
+            defer = self.training and not self._keeps_all
+            program = self._bound(special, Specialization.loss_only if defer else Specialization.whole)
+            results = dict(zip(program.results, _Step.apply(self, special, program, given, *parameters), strict=True))
+        self._update_buffers(special, results)
+        return self._rebuild(special, results, given, parameters)
+
+    def _given(self, special: Specialization, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """What enters a program besides parameters, by name."""
+        captured, device = special.captured, self.device_mesh.device_type
+        updated = {o.buffer for o in captured.outputs}
         given = {special.sharded.coordinates.name: self._coordinates}
-        given.update({special.input_name(b.placeholder): b.tensor(self._original).to(device) for b in captured.buffers})
+        for b in captured.buffers:
+            tensor = b.tensor(self._original).to(device)
+            given[special.input_name(b.placeholder)] = tensor.clone() if b.name in updated else tensor
         given.update(
             {special.input_name(node): t for node, t in zip(captured.inputs, batch_tensors(args, kwargs), strict=True)}
         )
         if captured.seed is not None:
             given[special.input_name(captured.seed)] = self.seed.clone()
             self.seed[1] += 1
-        parameters = [self._original.get_parameter(p.name) for p in captured.parameters]
-        return self._rebuild(special, _Step.apply(self, special, given, *parameters))
+        return given
 
-    def _rebuild(self, special: Specialization, results: Sequence[Tensor]) -> Any:
-        """What the model would have returned: its structure, with DTensors for all but scalars."""
+    @torch.no_grad()
+    def _evaluate(
+        self, special: Specialization, given: dict[str, Tensor], parameters: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """All results, by a program that keeps nothing for a backward."""
+        program = self._bound(special, Specialization.evaluation)
+        values = {**given, **_local(special, parameters)}
+        return program.forward(*(values[name] for name in program.forward_inputs))
+
+    @torch.no_grad()
+    def _update_buffers(self, special: Specialization, results: dict[int, Tensor]) -> None:
+        """Put the new values of buffers that the forward changes into the model's own."""
+        held = {b.name: b for b in special.captured.buffers}
+        for place, output in enumerate(special.captured.outputs):
+            if output.buffer is not None:
+                held[output.buffer].tensor(self._original).copy_(results.pop(place))
+
+    def _rebuild(
+        self,
+        special: Specialization,
+        results: dict[int, Tensor],
+        given: dict[str, Tensor],
+        parameters: Sequence[Tensor],
+    ) -> Any:
+        """What the model would have returned: its structure, with an `OutputTensor` or a `Deferred` for all but
+        scalars."""
+        versions = [p._version for p in parameters]
+
+        def late(place: int) -> Tensor:
+            if versions != [p._version for p in parameters]:
+                raise stale(f"output {place}")
+            self.__dict__["_keeps_all"] = True
+            return self._output(special, place, self._evaluate(special, given, parameters)[place])
+
         captured = special.captured
-        found = []
-        for result, output, layout in zip(results, captured.outputs, special.assignment.sinks, strict=False):
-            if result.dim() > 0:
-                result = DTensor.from_local(
-                    result,
-                    self.device_mesh,
-                    placements(layout, self.mesh),
-                    run_check=False,
-                    shape=output.node.meta["val"].shape,
-                    stride=output.node.meta["val"].stride(),
-                )
-            found.append(result)
+        found: list[Tensor | Deferred] = []
+        for place, output in enumerate(captured.outputs):
+            val = output.node.meta["val"]
+            if place in results:
+                found.append(self._output(special, place, results[place]))
+            elif output.buffer is None:
+                found.append(Deferred(val.shape, val.dtype, functools.partial(late, place)))
         tensors, constants = iter(found), dict(captured.output_constants)
         count = captured.output_spec.num_leaves
         leaves = [constants[i] if i in constants else next(tensors) for i in range(count)]
         return pytree.tree_unflatten(leaves, captured.output_spec)
+
+    def _output(self, special: Specialization, place: int, result: Tensor) -> Tensor:
+        """One result as the user gets it."""
+        if result.dim() == 0:
+            return result
+        val = special.captured.outputs[place].node.meta["val"]
+        layout = special.assignment.sinks[place]
+        return OutputTensor.of(
+            DTensor.from_local(
+                result,
+                self.device_mesh,
+                placements(layout, self.mesh),
+                run_check=False,
+                shape=val.shape,
+                stride=val.stride(),
+            )
+        )
+
+    def _bound(self, special: Specialization, make: Callable[[Specialization], Program]) -> Program:
+        """A program of a specialisation, bound to this process when it is first used."""
+        programs: dict[str, Program] = self._programs.setdefault(special, {})
+        if make.__name__ not in programs:
+            program = programs[make.__name__] = make(special)
+            groups = {axis: self.device_mesh.get_group(axis).group_name for axis in self.mesh.names}
+            for graph in (program.forward, program.backward):
+                if graph is not None:
+                    bind(graph, groups, torch.device(self.device_mesh.device_type))
+        return programs[make.__name__]
 
     def specialization(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
         """The program for a batch's shapes: made once, the same on every rank, then kept."""
@@ -198,15 +287,11 @@ class ParallelModule(nn.Module):
         return f"{self.plan}; {len(self.specializations)} of at most {CACHE_SIZE} programs kept"
 
     def _load(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
-        """Make the program, compare it between ranks, and bind it to this process."""
+        """Make the program and compare it between ranks."""
         special: Specialization = self._specialize(self._original, self.plan, args, kwargs, training=self.training)
         self._compare(special.program.hash())
         if dist.get_rank() == 0:
             warn_of(special.fallbacks, self._told)
-        groups = {axis: self.device_mesh.get_group(axis).group_name for axis in self.mesh.names}
-        for graph in (special.program.forward, special.program.backward):
-            if graph is not None:
-                bind(graph, groups, torch.device(self.device_mesh.device_type))
         return special
 
     def _compare(self, program_hash: str) -> None:

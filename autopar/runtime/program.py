@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
@@ -15,7 +16,7 @@ from autopar.sharding.assignment import Assignment
 from autopar.sharding.operators import Operators
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Specialization:
     """A captured graph, what was decided for it, and the program that was emitted; ``fallbacks`` are what the plan
     splits and these shapes do not divide."""
@@ -30,6 +31,28 @@ class Specialization:
     def input_name(self, placeholder: fx.Node) -> str:
         """The name under which a captured placeholder enters the program."""
         return self.sharded.inputs[placeholder].name
+
+    @cached_property
+    def reached(self) -> dict[str, frozenset[int]]:
+        """For every parameter with a gradient the places of the outputs from which gradients flow into it."""
+        places = {o.tangent: frozenset([i]) for i, o in enumerate(self.captured.outputs) if o.tangent is not None}
+        found: dict[fx.Node, frozenset[int]] = {}
+        for node in self.captured.graph.nodes:
+            found[node] = places.get(node, frozenset()).union(*(found[arg] for arg in node.all_input_nodes))
+        return {p.name: found[p.gradient] for p in self.captured.parameters if p.gradient is not None}
+
+    def whole(self) -> Program:
+        """Forward and backward, with all results."""
+        return self.program
+
+    def evaluation(self) -> Program:
+        """The forward alone, without anything kept for a backward."""
+        return partition(self.sharded, gradients=False)
+
+    def loss_only(self) -> Program:
+        """The program that returns what carries a gradient, and leaves the other tensors of the model's result out."""
+        outputs = enumerate(self.captured.outputs)
+        return partition(self.sharded, results=[i for i, o in outputs if o.tangent is not None or o.buffer is not None])
 
 
 def emit(captured: Captured, operators: Operators, assignment: Assignment) -> Specialization:

@@ -43,11 +43,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Run:
-    """What one way of running the model gave: results and gradients of every step, parameters at the end."""
+    """What one way of running the model gave: results and gradients of every step; parameters, and the buffers that the
+    forward changes, at the end."""
 
     results: list[list[Tensor]]
     gradients: list[dict[str, Tensor]]
     parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
 
 
 class _Float64(TorchFunctionMode):
@@ -106,6 +108,7 @@ def _tangents(special: Specialization, draw: int) -> list[Tensor]:
 
 
 def _optimizer(parameters: Iterable[Tensor], name: str) -> torch.optim.Optimizer:
+    parameters = [*parameters] or [torch.zeros(0)]  # a frozen model has none, which optimizers refuse
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE[name])
     return torch.optim.SGD(parameters, lr=LEARNING_RATE.get(name, 0.1), momentum=0.9 if name == "sgd_momentum" else 0.0)
@@ -119,7 +122,7 @@ def run_eager(model: nn.Module, special: Specialization, batch: Batch) -> Run:
     """The reference: a copy of the untouched model, in this process, in eager mode."""
     own = copy.deepcopy(model)
     opt = _optimizer([p for p in own.parameters() if p.requires_grad], batch.optimizer)
-    outputs = special.captured.outputs
+    outputs = [o for o in special.captured.outputs if o.buffer is None]
     results, gradients = [], []
     for step in range(batch.steps):
         opt.zero_grad()
@@ -128,13 +131,15 @@ def run_eager(model: nn.Module, special: Specialization, batch: Batch) -> Run:
             out = own(*batch.args, **batch.kwargs)
         tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         wanted = [t for t, o in zip(tensors, outputs, strict=True) if o.tangent is not None]
-        torch.autograd.backward(
-            wanted, [g.to(t.dtype) for g, t in zip(_tangents(special, batch.draw), wanted, strict=True)]
-        )
+        if wanted:
+            tangents = zip(_tangents(special, batch.draw), wanted, strict=True)
+            torch.autograd.backward(wanted, [g.to(t.dtype) for g, t in tangents])
         results.append([t.detach() for t in tensors])
         gradients.append({n: p.grad.detach().clone() for n, p in own.named_parameters() if p.grad is not None})
         opt.step()
-    return Run(results, gradients, {n: p.detach() for n, p in own.named_parameters()})
+    changed = {o.buffer for o in special.captured.outputs}
+    buffers = {b.name: b.tensor(own) for b in special.captured.buffers if b.name in changed}
+    return Run(results, gradients, {n: p.detach() for n, p in own.named_parameters()}, buffers)
 
 
 def run_exact(model: nn.Module, special: Specialization, batch: Batch) -> Run:
@@ -154,8 +159,8 @@ def run_sharded(model: nn.Module, special: Specialization, batch: Batch) -> tupl
     simulation = _Simulation(model, special, batch.optimizer, batch.draw)
     tensors = batch_tensors(batch.args, batch.kwargs)
     steps = [simulation.step(number, tensors) for number in range(batch.steps)]
-    run = Run([r for r, _ in steps], [g for _, g in steps], simulation.parameters())
-    return run, simulation.traffic
+    results, gradients = [r for r, _ in steps], [g for _, g in steps]
+    return Run(results, gradients, simulation.parameters(), simulation.updated), simulation.traffic
 
 
 def _assemble(pieces: list[Tensor], layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Tensor:
@@ -166,7 +171,7 @@ def _assemble(pieces: list[Tensor], layout: Layout, mesh: Mesh, shape: tuple[int
     same = all(
         torch.equal(layout.local_slice(mesh, whole, r), pieces[r]) or pieces[r].isnan().any() for r in range(mesh.size)
     )
-    return whole if same else torch.full_like(whole, float("nan"))
+    return whole if same else torch.full_like(whole, float("nan"), dtype=torch.float64)
 
 
 class _Simulation:
@@ -188,6 +193,7 @@ class _Simulation:
         trained = [p.name for p in captured.parameters if p.gradient is not None]
         self.optimizers = [_optimizer([pieces[n] for n in trained], optimizer) for pieces in self.pieces]
         self.traffic = Traffic()
+        self.updated: dict[str, Tensor] = {}
 
     def step(self, number: int, tensors: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Forward, backward and optimizer step; the whole results and gradients."""
@@ -209,16 +215,25 @@ class _Simulation:
         )
         for v, out in zip(values, outputs, strict=True):
             v.update(zip(program.saved, out[program.num_results :], strict=True))
-        self._tangents(values)
-        assert program.backward is not None
-        local = run_ranks(
-            program.backward, [[v[n] for n in program.backward_inputs] for v in values], self.mesh, traffic
-        )
-        results = [
-            _assemble([out[i] for out in outputs], layout, self.mesh, tuple(o.node.meta["val"].shape))
-            for i, (o, layout) in enumerate(zip(captured.outputs, special.assignment.sinks, strict=False))
-        ]
-        return results, self._update(local)
+        local: list[list[Tensor]] = [[] for _ in self.ranks]
+        if program.backward is not None:
+            self._tangents(values)
+            local = run_ranks(
+                program.backward, [[v[n] for n in program.backward_inputs] for v in values], self.mesh, traffic
+            )
+        return self._results(outputs), self._update(local)
+
+    def _results(self, outputs: list[list[Tensor]]) -> list[Tensor]:
+        """The whole results; new values of buffers are kept for the next step."""
+        captured, results = self.special.captured, []
+        held = {b.name: b for b in captured.buffers}
+        for i, (o, layout) in enumerate(zip(captured.outputs, self.special.assignment.sinks, strict=False)):
+            whole = _assemble([out[i] for out in outputs], layout, self.mesh, tuple(o.node.meta["val"].shape))
+            if o.buffer is None:
+                results.append(whole)
+            else:
+                self.updated[o.buffer] = self.buffers[self.special.input_name(held[o.buffer].placeholder)] = whole
+        return results
 
     def _tangents(self, values: list[dict[str, Tensor]]) -> None:
         outputs = [

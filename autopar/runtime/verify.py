@@ -81,7 +81,7 @@ def tensor_errors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> d
 
 
 def _errors(found: Run, truth: Run, optimizer: str) -> dict[str, float]:
-    """Errors of results, gradients and final parameters, named by kind."""
+    """Errors of results, gradients, final parameters and buffers, named by kind."""
     errors: dict[str, float] = {}
     for step, (a, b) in enumerate(zip(found.results, truth.results, strict=True)):
         errors |= {
@@ -98,7 +98,9 @@ def _errors(found: Run, truth: Run, optimizer: str) -> dict[str, float]:
     }
     pa = {n: torch.where(kept[n], found.parameters[n], 0) for n in kept if n in found.parameters}
     pb = {n: torch.where(kept[n], truth.parameters[n], 0) for n in pa}
-    return errors | {f"parameter {n} after {len(found.results)} steps": e for n, e in tensor_errors(pa, pb).items()}
+    after = f"after {len(found.results)} steps"
+    errors |= {f"buffer {n} {after}": e for n, e in tensor_errors(found.buffers, truth.buffers).items()}
+    return errors | {f"parameter {n} {after}": e for n, e in tensor_errors(pa, pb).items()}
 
 
 def _above_floor(name: str, truth: Run) -> Tensor:
