@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import fx
@@ -68,8 +69,12 @@ def label(graph: fx.Graph, parameters: Iterable[tuple[fx.Node, str]]) -> None:
         node.meta["block"] = block_path(node.meta["module"])
 
 
-#: Arguments that number an operator and do not change what it is.
-_NUMBERED = {"autopar::dropout": 4, "autopar::attention": 12, "autopar::attention_backward": 15}
+@functools.cache
+def stream_argument(target: Any) -> int | None:
+    """Position of the argument that numbers a random operator and does not change what it is; None for all others."""
+    if not isinstance(target, OpOverload) or target.namespace != "autopar":
+        return None
+    return next((i for i, a in enumerate(target._schema.arguments) if a.name == "stream"), None)
 
 
 def _signature(node: fx.Node, position: dict[fx.Node, int], outside: dict[fx.Node, int]) -> tuple[Any, ...]:
@@ -82,8 +87,7 @@ def _signature(node: fx.Node, position: dict[fx.Node, int], outside: dict[fx.Nod
             return ("in", position[value])
         return ("out", outside.setdefault(value, len(outside)), value.op, specs_of(value))
 
-    name = node.target._schema.name if isinstance(node.target, OpOverload) else str(node.target)
-    args = [a for i, a in enumerate(node.args) if i != _NUMBERED.get(name)]
+    args = [a for i, a in enumerate(node.args) if i != stream_argument(node.target)]
     flat = tuple(leaf(v) for v in pytree.tree_leaves((args, dict(sorted(node.kwargs.items())))))
     return (str(node.target), flat, specs_of(node), pattern(node.meta["module"]), node.meta["backward"])
 
@@ -98,11 +102,12 @@ def _hash(nodes: Sequence[fx.Node]) -> str:
     return digest.hexdigest()
 
 
-def block_classes(graph: fx.Graph) -> tuple[BlockClass, ...]:
-    """Group the blocks of a labelled graph into classes of isomorphic ones, by structural hash."""
+def block_classes(graph: fx.Graph, skip: Collection[Any] = ()) -> tuple[BlockClass, ...]:
+    """Group the blocks of a labelled graph into classes of isomorphic ones, by structural hash. Operators in ``skip``
+    do not count."""
     members: dict[str, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        if node.op == "call_function" and node.meta["block"] is not None:
+        if node.op == "call_function" and node.meta["block"] is not None and node.target not in skip:
             members[node.meta["block"]].append(node)
     classes: dict[str, list[str]] = defaultdict(list)
     for path, nodes in members.items():

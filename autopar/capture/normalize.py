@@ -26,6 +26,8 @@ _COPIES = {
     aten.lift_fresh_copy.default,
     aten.contiguous.default,
 }
+#: What normal form looks through, or from one side of to the other, when it rewrites a neighbour.
+SEEN_THROUGH = frozenset({*_VIEWS, aten.t.default, aten.transpose.int, aten.permute.default, aten.einsum.default})
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
