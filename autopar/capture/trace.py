@@ -269,5 +269,5 @@ def trace(
         except Exception as error:
             raise _failure(model, error) from error
     assert flat.output_spec is not None
-    constants = flat.output_constants
-    return Traced(joint.graph_module, spec, flat.output_spec, constants, _aliases(clone), flat.streams, frozen)
+    returned = (flat.output_spec, flat.output_constants)
+    return Traced(joint.graph_module, spec, *returned, _aliases(clone), flat.streams, frozen)

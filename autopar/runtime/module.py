@@ -74,9 +74,11 @@ class _Step(torch.autograd.Function):
         found: list[DTensor | None] = []
         for p in special.captured.parameters:
             gradient = None if p.gradient is None else next(gradients)
-            reached = gradient is not None and used & special.reached[p.name]
+            if gradient is None or not used & special.reached[p.name]:
+                found.append(None)
+                continue
             layout = special.assignment.sources[p.placeholder]
-            found.append(ctx.module.dtensor(gradient.contiguous(), layout, p.spec.shape) if reached else None)
+            found.append(ctx.module.dtensor(gradient.contiguous(), layout, p.spec.shape))
         return (None, None, None, None, *found)
 
 
