@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,12 +22,15 @@ from autopar._compat import (
 from autopar.capture.blocks import label
 from autopar.capture.graph import Buffer, Captured, Output, Parameter, spec_of
 from autopar.capture.normalize import aten, normalize, repeat_in_backward
+from autopar.capture.random import refuse_random
 from autopar.capture.repeats import Differs, Repeat, mark_repeats
 from autopar.capture.replicate import put_copies
 from autopar.capture.trace import SEED, Traced, refuse_empty, trace
 from autopar.errors import CaptureError
 
 __all__ = ["Captured", "capture", "refuse_empty"]
+
+_log = logging.getLogger(__name__)
 
 
 def capture(
@@ -51,9 +55,10 @@ def capture(
                 model, args, kwargs, training=training, prepare=lambda clone: repeats.extend(mark_repeats(clone))
             )
             return _read(traced, repeats)
-        except (Differs, CaptureError):
+        except (Differs, CaptureError) as error:
             if not repeats:
                 raise
+            _log.debug("%s is traced whole: %s", type(model).__name__, error)
     return _read(trace(model, args, kwargs, training=training), ())
 
 
@@ -74,6 +79,7 @@ def _read(traced: Traced, repeats: Sequence[Repeat]) -> Captured:
     gradients = {p.name: node for p, node in zip(parameters, _gradient_nodes(graph, parameters), strict=True)}
     parameters = tuple(Parameter(p.name, p.aliases, p.spec, p.placeholder, gradients[p.name]) for p in parameters)
     label(graph, [(p.placeholder, p.name) for p in parameters])
+    refuse_random(graph)
     repeat_in_backward(graph, {*(p.placeholder for p in parameters), *(b.placeholder for b in buffers)})
     parameters, blocks = put_copies(graph, repeats, parameters, buffers)
     traced.module.recompile()

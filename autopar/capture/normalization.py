@@ -1,8 +1,8 @@
 """Batch norm and variance as means and pointwise operators.
 
-Statistics are then reductions like any other: with the batch split they are those of the whole batch (what SyncBatchNorm
-computes), in forward and backward, and so are the running statistics. Two passes, because the mean of squares minus the
-square of the mean loses in float32 what eager keeps.
+Statistics are then reductions like any other: with the batch split they are those of the whole batch (what
+SyncBatchNorm computes), in forward and backward, and so are the running statistics. Two passes, because the mean of
+squares minus the square of the mean loses in float32 what eager keeps.
 """
 
 from __future__ import annotations

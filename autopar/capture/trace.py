@@ -21,6 +21,7 @@ from autopar import ops
 from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling, pytree
 from autopar.capture import hf
 from autopar.capture.decompositions import decomposition_table
+from autopar.capture.layers import SplittableLayers
 from autopar.errors import CaptureError, InputError
 
 #: Name of the buffer that carries the dropout seed through the trace.
@@ -48,7 +49,7 @@ class _Flat(nn.Module):
         leaves = [self.constants[i] if i in self.constants else next(given) for i in range(self.spec.num_leaves)]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         held = _held(self.model)
-        with ops.counter_dropout(getattr(self, SEED)) as mode:
+        with ops.counter_dropout(getattr(self, SEED)) as mode, SplittableLayers():
             result = self.model(*args, **kwargs)
         self.streams = mode.streams
         _refuse_rebinding(held, _held(self.model))

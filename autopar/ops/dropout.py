@@ -6,6 +6,7 @@ whole tensor.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ def _int64(unsigned: int) -> int:
 _GAMMA = _int64(0x9E3779B97F4A7C15)
 _ROUNDS = ((30, _int64(0xBF58476D1CE4E5B9)), (27, _int64(0x94D049BB133111EB)))
 _LAST_SHIFT = 31
+_ALPHA = -1.7580993408473766  # what SELU tends to on the left, to which alpha dropout drops: -scale * alpha of F.selu
 _UNIFORM_BITS = 53  # of the 64: what a float64 probability can resolve
 
 
@@ -169,6 +171,12 @@ class CounterDropout(TorchFunctionMode):
             F.dropout: self._dropout,
             torch.dropout: self._torch_dropout,
             torch.dropout_: self._torch_dropout_,
+            F.alpha_dropout: self._alpha_dropout,
+            F.dropout1d: functools.partial(self._feature_dropout, 1),
+            F.dropout2d: functools.partial(self._feature_dropout, 2),
+            F.dropout3d: functools.partial(self._feature_dropout, 3),
+            torch.gru: functools.partial(self._recurrence, torch.gru),
+            torch.lstm: functools.partial(self._recurrence, torch.lstm),
             F.scaled_dot_product_attention: self._attention,
             F.multi_head_attention_forward: self._multi_head_attention,
         }
@@ -207,6 +215,33 @@ class CounterDropout(TorchFunctionMode):
     def _torch_dropout_(self, input: Tensor, p: float, train: bool) -> Tensor:
         return self._dropout(input, p, train, inplace=True)
 
+    def _feature_dropout(
+        self, ndim: int, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        """Drops whole channels of [N, C, ...]; F.dropout1d and F.dropout3d take [C, ...] too, F.dropout2d does not."""
+        if not training or not 0.0 < p <= 1.0:
+            return (F.dropout1d, F.dropout2d, F.dropout3d)[ndim - 1](input, p, training, inplace)
+        outer = 1 if input.dim() == ndim + 1 and ndim != 2 else 2
+        ones = input.new_ones([n if d < outer else 1 for d, n in enumerate(input.shape)])
+        out = input * self._dropout(ones, p)
+        return input.copy_(out) if inplace else out
+
+    def _alpha_dropout(self, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+        if not training or not 0.0 < p < 1.0:
+            return F.alpha_dropout(input, p, training, inplace)
+        scale = ((_ALPHA * _ALPHA * p + 1.0) * (1.0 - p)) ** -0.5
+        kept = self._dropout(torch.ones_like(input), p) * (1.0 - p)
+        out = input * (kept * scale) + ((kept - 1.0) * (_ALPHA * scale) + _ALPHA * scale * p)
+        return input.copy_(out) if inplace else out
+
+    def _recurrence(self, func: Any, *args: Any) -> Any:
+        from autopar.ops import rnn  # which needs this module
+
+        dropout, train = args[5], args[6]
+        if not dropout or not train:
+            return func(*args)
+        return (rnn.lstm if func is torch.lstm else rnn.gru)(*args, drop=self._dropout)
+
     def _attention(
         self,
         query: Tensor,
@@ -240,8 +275,9 @@ def counter_dropout(seed: Tensor) -> CounterDropout:
     """Context in which dropout is autopar's, numbered in call order: one forward of the model per entry.
 
     ``F.dropout``, ``torch.dropout``, their in-place forms (hence ``nn.Dropout``) become ``autopar::dropout`` when
-    training with p > 0, and ``F.scaled_dot_product_attention`` becomes ``autopar::attention`` always. Other random
-    operators (``dropout2d``, ``alpha_dropout``, RNNs' own dropout, ``rand``) are left alone. Used while capturing, and
+    training with p > 0, and ``F.scaled_dot_product_attention`` becomes ``autopar::attention`` always. So do the dropout
+    of channels, ``F.alpha_dropout`` and the dropout between layers of LSTMs and GRUs. Other random operators (``rand``,
+    ``F.gumbel_softmax``) are left alone. Used while capturing, and
     around the untouched eager model, which then draws exactly what a sharded one draws. Not for models that recompute
     with ``torch.utils.checkpoint``: the recomputation would take new stream numbers.
 

@@ -260,3 +260,40 @@ def clamp_by_tensor(d: Draw, target: Any) -> Call:
 def new_empty_strided(d: Draw, target: Any) -> Call:
     shape = d.shape()
     return (d.real(d.shape()), shape, torch.empty(shape).stride()), {}
+
+
+def _recurrence(d: Draw, gates: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gates [steps, batch, gates x hidden], a state and a weight."""
+    steps, batch, hidden = d.integer(1, 3), d.size(), d.size(empty=False)
+    return d.real([steps, batch, gates * hidden]), d.real([batch, hidden]), d.real([gates * hidden, hidden])
+
+
+@sample(own.lstm.default)
+def lstm(d: Draw, target: Any) -> Call:
+    gates, state, weight = _recurrence(d, 4)
+    return (gates, state, d.real(state.shape), weight, d.flag()), {}
+
+
+@sample(own.lstm_backward.default)
+def lstm_backward(d: Draw, target: Any) -> Call:
+    (gates, h0, c0, weight, reverse), _ = lstm(d, target)
+    out, cells, active = own.lstm.default(gates, h0, c0, weight, reverse)
+    return (d.real(out.shape), d.real(out.shape), active, cells, c0, weight, reverse), {}
+
+
+@sample(own.gru.default)
+def gru(d: Draw, target: Any) -> Call:
+    gates, state, weight = _recurrence(d, 3)
+    return (gates, state, weight, d.real([len(weight)]), d.flag()), {}
+
+
+@sample(own.gru_backward.default)
+def gru_backward(d: Draw, target: Any) -> Call:
+    (gates, h0, weight, bias, reverse), _ = gru(d, target)
+    out, active = own.gru.default(gates, h0, weight, bias, reverse)
+    return (d.real(out.shape), active, out, h0, weight, reverse), {}
+
+
+@sample(aten.bucketize.Tensor)
+def bucketize(d: Draw, target: Any) -> Call:
+    return (d.real(d.shape()), d.real([d.size()]).sort()[0]), d.pick([{}, {"right": True}])

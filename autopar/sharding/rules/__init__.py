@@ -11,6 +11,7 @@ from autopar.sharding.rules import (  # noqa: F401  importing a family registers
     norm,
     pointwise,
     random,
+    recurrent,
     reduction,
     spatial,
     view,

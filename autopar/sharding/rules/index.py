@@ -11,6 +11,13 @@ from autopar.sharding.rules.common import aligned, aten, linear_args, names, onc
 from autopar.sharding.rules.registry import register
 
 
+@register(aten.bucketize.Tensor)
+def bucketize(call: OpCall) -> Rule:
+    """(self, boundaries): each element finds its place by itself."""
+    dims = names("d", len(call.operands[0].shape))
+    return make_rule(call, [dims, ((),)], [dims])
+
+
 @register(aten.embedding.default)
 def embedding(call: OpCall) -> Rule:
     weight, index = call.operands
