@@ -11,6 +11,7 @@ Anything doubtful raises `Differs`, and the model is traced whole.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +58,7 @@ class Repeat:
 
     def block(self, index: int) -> str:
         """Path of a block."""
-        return f"{self.path}.{index}"
+        return f"{self.path}.{index}".removeprefix(".")
 
 
 @torch.library.custom_op("autopar::block", mutates_args=())
@@ -141,6 +142,8 @@ class _Comparison:
             return bool(x == y)
         if isinstance(x, types.MethodType):
             return x.__func__ is y.__func__ and x.__self__ is a and y.__self__ is b
+        if isinstance(x, functools.partial):
+            return x.func is y.func and self._values((x.args, x.keywords), (y.args, y.keywords), a, b)
         if isinstance(x, (list, tuple)):
             return len(x) == len(y) and all(self._values(v, w, a, b) for v, w in zip(x, y, strict=True))
         if isinstance(x, dict):
@@ -152,7 +155,8 @@ def _run(blocks: Sequence[nn.Module], period: int) -> tuple[int, int, _Numbered]
     """First block and length of the longest run in which every block is like the one ``period`` later, and the
     attributes that count its blocks."""
     best: tuple[int, int, _Numbered] = (0, 0, set())
-    start, numbered = 0, set()
+    start = 0
+    numbered: _Numbered = set()
     for i, (a, b) in enumerate(zip(blocks, blocks[period:], strict=False)):
         comparison = _Comparison(period)
         if not comparison.blocks(a, b):
