@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from autopar.errors import InputError, RuntimeFailure
 from autopar.passes.bind import bind
 from autopar.passes.partition import Program
 from autopar.plan import Plan
+from autopar.runtime.accumulate import Accumulator
 from autopar.runtime.batches import warn_of
 from autopar.runtime.cache import CACHE_SIZE, Cache, CacheEntry
 from autopar.runtime.outputs import Deferred, OutputTensor, stale
@@ -69,16 +71,17 @@ class _Step(torch.autograd.Function):
                 if tangent is None:
                     tangent = torch.zeros_like(empty, device=ctx.module.device_mesh.device_type)
                 values[special.input_name(output.tangent)] = tangent
-        with torch.no_grad():
-            gradients = iter(program.backward(*(values[name] for name in program.backward_inputs)))
+        trained = [p.name for p in special.captured.parameters if p.gradient is not None]
+        reached = {name for name in trained if used & special.reached[name]}
+        inputs = [values[name] for name in program.backward_inputs]
+        gradients = ctx.module._accumulator.backward(program, inputs, trained, reached)
         found: list[DTensor | None] = []
         for p in special.captured.parameters:
-            gradient = None if p.gradient is None else next(gradients)
-            if gradient is None or not used & special.reached[p.name]:
+            if p.name not in gradients:
                 found.append(None)
                 continue
             layout = special.assignment.sources[p.placeholder]
-            found.append(ctx.module.dtensor(gradient.contiguous(), layout, p.spec.shape))
+            found.append(ctx.module.dtensor(gradients[p.name].contiguous(), layout, p.spec.shape))
         return (None, None, None, None, *found)
 
 
@@ -116,6 +119,8 @@ class ParallelModule(nn.Module):
         self.__dict__.update(_programs=weakref.WeakKeyDictionary(), _keeps_all=False)
         device = torch.device(device_mesh.device_type)
         self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
+        group = device_mesh.get_group("dp").group_name
+        self.__dict__["_accumulator"] = Accumulator(group, self._coordinates, list(self.parameters()))
         self.__dict__["seed"] = torch.tensor([agree(torch.initial_seed() % 2**62), 0], device=device)
         self.train(model.training)
 
@@ -137,6 +142,32 @@ class ParallelModule(nn.Module):
     def data_world_size(self) -> int:
         """Over how many ranks the batch is split."""
         return self.mesh.degree("dp")
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Hold back the gradients of every backward inside: no reduction over dp, and nothing in ``p.grad``.
+
+        The first backward outside reduces the sum of all of them and its own, once::
+
+            for i, batch in enumerate(micro_batches):
+                with model.accumulate() if i < last else contextlib.nullcontext():
+                    model(**batch).loss.backward()
+
+        Memory: while gradients are held, every rank keeps a sum of the size they have before that reduction. Between
+        accumulate() and that backward an optimizer step is refused (RuntimeFailure), and so is a change of the
+        parameters; `zero_grad` of this module drops what is held, that of an optimizer cannot.
+        """
+        self._accumulator.check()
+        before, self._accumulator.active = self._accumulator.active, True
+        try:
+            yield
+        finally:
+            self._accumulator.active = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``; drops also what `accumulate` holds back."""
+        self._accumulator.drop()
+        super().zero_grad(set_to_none)
 
     def dtensor(self, piece: Tensor, layout: Any, shape: Sequence[int]) -> DTensor:
         """A rank's piece in ``layout`` as a DTensor of global ``shape``."""

@@ -18,7 +18,7 @@ from training import assert_close, join, parameters, say, whole
 
 import autopar
 from autopar import Hints
-from autopar.errors import InputError
+from autopar.errors import InputError, RuntimeFailure
 from autopar.runtime import cache
 
 
@@ -157,7 +157,63 @@ def state() -> None:
             raise AssertionError(f"expected {text}")
 
 
-LOOPS = (ragged, kept, recipe, state)
+def accumulated() -> None:
+    """Four micro-batches of three shapes a step, three of them held back: p.grad stays empty until the fourth, which
+    reduces once; gradients and two steps of AdamW equal those of one process that accumulates the same."""
+    model, reference = pair()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (model, reference)]
+    for step in range(2):
+        shapes = [(4, 8), (4, 8), (3, 8), (4, 6)]
+        for i, (size, length) in enumerate(shapes):
+            last = i == len(shapes) - 1
+            with contextlib.nullcontext() if last else model.accumulate():
+                losses = step_of(model, reference, tokens(size, length, seed=10 * step + i))
+            assert_close({"loss": losses[0].detach()}, {"loss": losses[1].detach()}, "loss")
+            assert all((p.grad is None) != last for p in model.parameters())
+        compare(model, reference, losses)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(parameters(model), parameters(reference), "parameters")
+
+
+def held_too_long() -> None:
+    """Gradients that are held back are never lost in silence: not by a step, not by other parameters, not by freezing;
+    zero_grad of the module drops them, and a copy of the module has its own."""
+    model, reference = pair()
+    batch = tokens(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def hold() -> None:
+        with model.accumulate():
+            model(**batch).loss.backward()
+
+    def change() -> None:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.0)
+        hold()
+
+    def freeze() -> None:
+        model.model.norm.requires_grad_(False)
+        model(**batch).loss.backward()
+
+    wrong = {"SGD.step() while gradients are held": optimizer.step, "parameters have changed": change,
+             "the gradient of model.norm.weight is held back": freeze}  # fmt: skip
+    for text, act in wrong.items():
+        hold()
+        try:
+            act()
+        except RuntimeFailure as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(f"expected {text}")
+        model.zero_grad()
+    model.model.norm.requires_grad_(True)
+    optimizer.step()
+    compare(model, reference, step_of(model, reference, batch))
+
+
+LOOPS = (ragged, kept, recipe, state, accumulated, held_too_long)
 
 
 def main() -> None:
