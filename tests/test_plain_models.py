@@ -1,0 +1,96 @@
+"""Ordinary PyTorch modules compute under every kind of plan what they compute in eager mode, their work really split."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import plain_models
+import pytest
+import torch
+from models import Case
+from plain_models import CASES, RECOMMENDER
+from torch import nn
+
+import autopar
+from autopar import Hints, Workload
+from autopar.runtime.verify import VerifyReport
+
+BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
+NAMES = {torch.float32: "float32", torch.float64: "float64"}
+STEPS = 2
+
+LAYOUTS: dict[str, Hints] = {
+    "dp2": Hints(dp=2),
+    "dp4": Hints(dp=4),
+    "tp2": Hints(tp=2),
+    "dp2-tp2": Hints(dp=2, tp=2),
+    "zero3-dp4": Hints(dp=4, zero=3),
+    "zero3-dp2-tp2": Hints(dp=2, tp=2, zero=3),
+}
+
+#: What runs by default, `slow` has all: every model in float64 under one mixed layout, and two of each kind of layout.
+DEFAULT = {
+    ("resnet50", torch.float64, "dp4"),
+    ("unet", torch.float64, "zero3-dp2-tp2"),
+    ("unet", torch.float32, "tp2"),
+    ("mobilenet", torch.float64, "tp2"),
+    ("mobilenet", torch.float32, "dp2-tp2"),
+    ("vit", torch.float64, "dp2-tp2"),
+    ("resnet", torch.float32, "zero3-dp4"),
+    *(("lstm", dtype, layout) for dtype in BOUNDS for layout in ("dp4", "tp2")),
+    ("gru", torch.float64, "dp2-tp2"),
+    *(("dlrm", torch.float64, layout) for layout in LAYOUTS),
+    ("dlrm", torch.float32, "dp2-tp2"),
+}
+
+
+def run(case: Case, dtype: torch.dtype, hints: Hints) -> VerifyReport:
+    """`autopar.verify` of a case under forced degrees."""
+    model, batch = case.make(dtype)
+    ranks = math.prod(degree for degree in (hints.dp, hints.tp) if degree)
+    workload = Workload(optimizer="sgd")
+    return autopar.verify(model, f"cpu:1x{ranks}", workload=workload, hints=hints, example_inputs=batch, steps=STEPS)
+
+
+def _parameters() -> list[Any]:
+    return [
+        pytest.param(case, dtype, layout, id=f"{case.name}-{NAMES[dtype]}-{layout}",
+                     marks=() if (case.name, dtype, layout) in DEFAULT else pytest.mark.slow)
+        for case, dtype, layout in itertools.product(CASES, BOUNDS, LAYOUTS)
+    ]
+
+
+@pytest.mark.parametrize(("case", "dtype", "layout"), _parameters())
+def test_parity(case: Case, dtype: torch.dtype, layout: str) -> None:
+    """Results, losses, gradients and trained parameters agree with eager, and every rank does its share of the work."""
+    report = run(case, dtype, LAYOUTS[layout])
+    assert report.ok and report.max_error <= BOUNDS[dtype] == report.bound, report
+    assert report.flops_share <= 1.1 / report.world_size, report
+    assert set(report.gradients) == {name for name, _ in case.build().named_parameters()}
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+def test_embedding_tables_are_split(dim: int) -> None:
+    """Over rows each rank answers for the ids that it has, over columns each has a part of every row."""
+    tables = {f"{name}.weight": {"tp": dim} for name, module in RECOMMENDER.build().named_modules()
+              if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
+    hints = Hints(tp=4, shard=tables)
+    report = run(RECOMMENDER, torch.float64, hints)
+    assert report.ok, report
+    model, batch = RECOMMENDER.make()
+    plan = autopar.plan(model, "cpu:1x4", hints=hints, example_inputs=batch)
+    for name in tables:
+        assert f"{dim}:tp" in str(plan.layout(name)), plan.layout(name)
+
+
+def test_batch_norm_updates_its_running_statistics() -> None:
+    """In training mode the statistics are those of the whole batch, in evaluation mode they are used and kept."""
+    case = Case("tracked", plain_models.seeded(lambda: plain_models.ResNet((1, 1))), plain_models.image_batch)
+    for dtype, layout in ((torch.float64, "dp4"), (torch.float64, "tp2")):
+        report = run(case, dtype, LAYOUTS[layout])
+        assert report.ok and report.flops_share <= 1.1 / report.world_size, report
+    frozen = Case("evaluated", lambda: case.build().eval(), plain_models.image_batch)
+    report = run(frozen, torch.float64, LAYOUTS["dp2-tp2"])
+    assert report.ok, report
