@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch.distributed as dist
 from torch import nn
 
-from autopar.arguments import ExampleInputs, check_arguments, check_plan, is_for, one_batch, refuse_optimizers
+from autopar.arguments import (
+    ExampleInputs,
+    check_arguments,
+    check_inputs,
+    check_plan,
+    is_for,
+    one_batch,
+    refuse_optimizers,
+)
 from autopar.cluster import Cluster
 from autopar.errors import InputError
 from autopar.hints import Hints
@@ -50,21 +60,26 @@ def parallelize(
     workload: Workload | None = None,
     hints: Hints | None = None,
     example_inputs: ExampleInputs | None = None,
+    inputs: Literal["global", "local"] = "global",
 ) -> ParallelModule:
     """Split ``model`` over all ranks of this run and return the module to train with.
 
     Under torchrun the process group is made if there is none, and ``cluster`` is detected. Without ``plan`` rank 0
     plans and all ranks take its plan. The model itself is not changed; a model on the meta device is initialised as it
-    initialises itself. Raises PlanError if the plan is for another model or number of ranks, OptimizerError if an
-    optimizer already holds the model's parameters, and what `plan` raises.
+    initialises itself. Every rank passes the same global batch to the module; with ``inputs="local"`` its own part
+    along dim 0, as a sampler over ``data_rank`` of ``data_world_size`` gives it (``workload`` and ``example_inputs``
+    are of the global batch all the same). Raises PlanError if the plan is for another model or number of ranks,
+    OptimizerError if an optimizer already holds the model's parameters, InputError for other ``inputs``, and what
+    `plan` raises.
     """
     check_arguments(model, cluster=cluster, workload=workload, hints=hints, plan=plan)
+    check_inputs(inputs)
     ensure_process_group()
     refuse_optimizers(model)
     if plan is None:
         plan = _plan_together(model, cluster, workload, hints, example_inputs)
     check_plan(plan, model)
-    return ParallelModule(materialize(model) if is_meta(model) else model, plan, specialize)
+    return ParallelModule(materialize(model) if is_meta(model) else model, plan, specialize, inputs)
 
 
 def verify(

@@ -64,6 +64,17 @@ def check_arguments(model: nn.Module, **arguments: object) -> None:
         )
 
 
+def check_inputs(inputs: object) -> None:
+    """InputError unless ``inputs`` says whose the batches are."""
+    if inputs not in ("global", "local"):
+        raise InputError(
+            "inputs is not understood",
+            expected='"global" (every rank passes the whole batch) or "local" (every rank passes its part)',
+            found=repr(inputs),
+            change='pass inputs="global" or inputs="local"',
+        )
+
+
 def one_batch(
     model: nn.Module, workload: Workload, example_inputs: ExampleInputs | None, world_size: int
 ) -> tuple[Workload, tuple[Any, ...], dict[str, Any]]:

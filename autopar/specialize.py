@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from autopar.capture import capture
 from autopar.capture.graph import Captured
@@ -16,10 +16,12 @@ from autopar.cluster import Cluster
 from autopar.errors import InputError
 from autopar.fallback import fallbacks
 from autopar.plan import Plan
-from autopar.runtime.batches import input_names
+from autopar.runtime.batches import input_names, widened
 from autopar.runtime.program import Specialization, emit
+from autopar.sharding.layout import Layout, Mesh
 from autopar.solver.carry import plan_pins
 from autopar.solver.program import solve
+from autopar.solver.space import DATA_AXIS
 from autopar.solver.spmd import make_program, read
 from autopar.workload import Workload
 
@@ -54,17 +56,23 @@ def specialize(
     *,
     training: bool | None = None,
     captured: Captured | None = None,
+    inputs: str = "global",
 ) -> Specialization:
     """The program that ``plan`` gives for one batch's shapes.
 
     What the plan decides is kept: where parameters rest and what heavy operators split; the rest is solved again for
     these shapes. For the batch that the plan was made for the answer is the plan's own; what does not divide another
-    takes the nearest valid layout and is listed in ``fallbacks``. ``captured`` saves a trace.
+    takes the nearest valid layout and is listed in ``fallbacks``. ``captured`` saves a trace. With "local" ``inputs``
+    the batch is one rank's part, cut along dim 0 over dp, and so are the tensors that the program takes; InputError if
+    they differ in dim 0.
     """
+    local = inputs == "local"
+    if local:
+        args, kwargs = widened(args, kwargs, plan.mesh.degree(DATA_AXIS))
     captured = captured or capture_batch(model, args, kwargs, training)
     operators = read(captured)
     optimizer = Workload.from_dict(plan.workload).optimizer
-    pins = plan_pins(captured, operators, plan)
+    pins = replace(plan_pins(captured, operators, plan), inputs=_split_inputs(captured, plan.mesh) if local else {})
     cluster = Cluster.from_dict(plan.cluster)
     space, program = make_program(captured, operators, plan.mesh, cluster, optimizer, pins, float("inf"))
     solution = solve(program)
@@ -72,3 +80,11 @@ def specialize(
     assignment = space.assignment(solution.options)
     lost = fallbacks(captured, operators, assignment, plan, input_names(args, kwargs))
     return replace(emit(captured, operators, assignment), fallbacks=lost)
+
+
+def _split_inputs(captured: Captured, mesh: Mesh) -> dict[fx.Node, Layout]:
+    """Every tensor of the batch split along dim 0 over the data axis."""
+    if mesh.degree(DATA_AXIS) == 1:
+        return {}
+    dims = {node: node.meta["val"].dim() for node in captured.inputs}
+    return {node: Layout.shard(ndim, {DATA_AXIS: 0}) for node, ndim in dims.items() if ndim > 0}

@@ -6,12 +6,14 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from dist.small_models import llama, tokens
 
 import autopar
 from autopar import Hints, Plan
+from autopar.errors import InputError
 from autopar.runtime import cache
-from autopar.runtime.batches import Fallback, input_names, warn_of
+from autopar.runtime.batches import Fallback, input_names, warn_of, widened
 from autopar.runtime.cache import Cache, CacheEntry
 from autopar.runtime.program import Specialization
 from autopar.solver.carry import operator_choices
@@ -74,6 +76,32 @@ def test_inputs_are_named_by_keyword_or_place() -> None:
     assert input_names((), batch) == ["input_ids", "labels"]
     names = input_names((ids, {"a": labels}, 3), {"x": [ids, labels]})
     assert names == ["argument 0", "argument 1['a']", "x[0]", "x[1]"]
+
+
+def test_the_global_batch_of_a_local_one() -> None:
+    args, kwargs = widened((torch.ones(2, 3),), {"x": [torch.ones(2, dtype=torch.int64), torch.tensor(1.0), "name"]}, 4)
+    assert [(t.shape, t.dtype, t.device.type) for t in (args[0], *kwargs["x"][:2])] == [
+        ((8, 3), torch.float32, "meta"), ((8,), torch.int64, "meta"), ((), torch.float32, "meta"),
+    ]  # fmt: skip
+    assert kwargs["x"][2] == "name"
+    with pytest.raises(InputError, match="different numbers of samples") as error:
+        widened((torch.ones(2, 3),), {"positions": torch.ones(1, 3)}, 4)
+    assert error.value.found == "argument 0 with 2, positions with 1"
+
+
+def test_local_inputs_come_split_over_dp(model: Any, plan: Plan) -> None:
+    """The program of the global batch, without a slice of its inputs."""
+    found = specialize(model, plan, (), tokens(2, 8), inputs="local")
+    assert [str(found.assignment.sources[node]) for node in found.captured.inputs] == ["[0:dp]", "[0:dp]"]
+    assert [node.meta["val"].shape for node in found.captured.inputs] == [(4, 8), (4, 8)]
+    moved = {t.value.node for t in found.sharded.transfers if t.source == found.assignment.sources.get(t.value.node)}
+    assert not moved & set(found.captured.inputs)
+
+
+def test_inputs_are_global_or_local(model: Any) -> None:
+    with pytest.raises(InputError, match="inputs is not understood") as error:
+        autopar.parallelize(model, inputs="mine")  # type: ignore[arg-type]
+    assert error.value.found == "'mine'"
 
 
 def test_the_cache_is_bounded_counts_and_makes_again(monkeypatch: pytest.MonkeyPatch) -> None:

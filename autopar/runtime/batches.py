@@ -1,15 +1,20 @@
-"""What a parallel module makes of the batches that users pass: names, and words about what does not divide."""
+"""What a parallel module makes of the batches that users pass: their names, whether all ranks have the same, the global
+batch that local ones are parts of, and words about what does not divide."""
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autopar._compat import pytree
+from autopar.errors import InputError, RuntimeFailure
 
 
 @dataclass(frozen=True)
@@ -38,15 +43,19 @@ class Fallback:
         )
 
 
-def input_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """A name for every tensor of a batch, in the order of `Captured.inputs`: its keyword, or "argument 0" and so on."""
+def _named_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     named = [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
     return [
-        name + pytree.keystr(path)
+        (name + pytree.keystr(path), leaf)
         for name, value in named
         for path, leaf in pytree.tree_flatten_with_path(value)[0]
         if isinstance(leaf, Tensor)
     ]
+
+
+def input_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """A name for every tensor of a batch, in the order of `Captured.inputs`: its keyword, or "argument 0" and so on."""
+    return [name for name, _ in _named_tensors(args, kwargs)]
 
 
 def warn_of(fallbacks: Iterable[Fallback], told: set[tuple[str, int | None]]) -> None:
@@ -56,3 +65,50 @@ def warn_of(fallbacks: Iterable[Fallback], told: set[tuple[str, int | None]]) ->
         if kind not in told:
             told.add(kind)
             warnings.warn(str(fallback), UserWarning, stacklevel=2)
+
+
+def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """The tensors of a batch by name, dtype and shape."""
+    return ", ".join(
+        f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in _named_tensors(args, kwargs)
+    )
+
+
+def check_alike(what: str, group: dist.ProcessGroup | None) -> None:
+    """RuntimeFailure on every rank unless ``what``, a rank's words for its batch and the program for it, is the same on
+    all ranks: or they would wait for one another for ever. One all-reduce of two integers; ``group`` takes CPU tensors.
+    """
+    digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
+    extremes = torch.tensor([digest, -digest])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    if extremes[0] == -extremes[1]:
+        return
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, what, group=group)
+    different = [rank for rank, other in enumerate(every) if other != every[0]]
+    raise RuntimeFailure(
+        f"ranks {different} passed another batch than rank 0",
+        expected=f"on every rank, as on rank 0: {every[0]}",
+        found=f"on rank {different[0]}: {every[different[0]]}",
+        change="give all ranks batches of the same shapes: the same global batch, or with inputs='local' local batches "
+        "of one size (drop_last=True in the DataLoader) and one sequence length (pad_to in the Workload)",
+    )
+
+
+def widened(args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The global batch of which ``ranks`` ranks have parts like this one along dim 0, its tensors on the meta device.
+    InputError if tensors differ in dim 0."""
+    sizes = {name: t.shape[0] for name, t in _named_tensors(args, kwargs) if t.dim() > 0}
+    if len(set(sizes.values())) > 1:
+        raise InputError(
+            "a local batch whose tensors have different numbers of samples",
+            expected="with inputs='local' every tensor cut along dim 0, the samples of this rank",
+            found=", ".join(f"{name} with {size}" for name, size in sizes.items()),
+            change="expand what has no batch dim of its own to one row a sample",
+        )
+
+    def widen(t: Tensor) -> Tensor:
+        return torch.empty((t.shape[0] * ranks, *t.shape[1:]) if t.dim() > 0 else (), dtype=t.dtype, device="meta")
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(Tensor, widen, (args, dict(kwargs)))
+    return found

@@ -20,11 +20,11 @@ from autopar.passes.bind import bind
 from autopar.passes.partition import Program
 from autopar.plan import Plan
 from autopar.runtime.accumulate import Accumulator
-from autopar.runtime.batches import warn_of
+from autopar.runtime.batches import check_alike, describe, warn_of
 from autopar.runtime.cache import CACHE_SIZE, Cache, CacheEntry
 from autopar.runtime.outputs import Deferred, OutputTensor, stale
 from autopar.runtime.parameters import as_dtensor, own_pieces, parallel_tree
-from autopar.runtime.process import agree, make_device_mesh, placements
+from autopar.runtime.process import agree, host_group, make_device_mesh, placements
 from autopar.runtime.program import Specialization
 
 #: Makes the program of a rank: ``specialize(model, plan, args, kwargs, training=)``. Handed in, because the runtime
@@ -96,12 +96,13 @@ class ParallelModule(nn.Module):
 
     Parameters have the model's names and are `DTensor`s on the whole mesh, so any ``torch.optim`` optimizer and
     ``torch.nn.utils.clip_grad_norm_`` work unchanged; other attributes (``config`` and the like) are the model's own.
-    ``forward`` takes the global batch on every rank. A scalar result (the loss) is that of the global batch and the
-    same on every rank; other tensors come back as DTensors that PyTorch functions take as whole (`OutputTensor`). In
-    training, what comes beside a loss is computed only if it is used (`Deferred`). ``plan`` is what was decided.
+    ``forward`` takes the global batch on every rank, or with "local" ``inputs`` each rank's own part of it along dim 0
+    (ranks of one `data_rank` the same one). A scalar result (the loss) is that of the global batch and the same on
+    every rank; other tensors come back as DTensors that PyTorch functions take as whole (`OutputTensor`). In training,
+    what comes beside a loss is computed only if it is used (`Deferred`). ``plan`` is what was decided.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, specialize: Specialize) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, specialize: Specialize, inputs: str = "global") -> None:
         super().__init__()
         self.__dict__["_original"] = None
         mesh = plan.mesh
@@ -115,10 +116,11 @@ class ParallelModule(nn.Module):
         for name, b in tree.named_buffers(recurse=False):
             self.register_buffer(name, b, persistent=name not in tree._non_persistent_buffers_set)
         self.__dict__.update(_original=tree, _storage=storage, plan=plan, mesh=mesh, device_mesh=device_mesh)
-        self.__dict__.update(_specialize=specialize, _cache=Cache(), _told=set())
+        self.__dict__.update(_specialize=functools.partial(specialize, inputs=inputs), _cache=Cache(), _told=set())
         self.__dict__.update(_programs=weakref.WeakKeyDictionary(), _keeps_all=False)
         device = torch.device(device_mesh.device_type)
         self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
+        self.__dict__["_host"] = host_group()
         group = device_mesh.get_group("dp").group_name
         self.__dict__["_accumulator"] = Accumulator(group, self._coordinates, list(self.parameters()))
         self.__dict__["seed"] = torch.tensor([agree(torch.initial_seed() % 2**62), 0], device=device)
@@ -195,7 +197,8 @@ class ParallelModule(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the sharded program on the global batch, given whole on every rank. Returns what the model returns."""
+        """Run the sharded program on the global batch, given whole on every rank or in parts. Returns what the model
+        returns. RuntimeFailure, on every rank, if ranks have other shapes, modes or arguments than one another."""
         device = self.device_mesh.device_type
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (args, kwargs))
         special = self.specialization(args, kwargs)
@@ -308,6 +311,9 @@ class ParallelModule(nn.Module):
         key = (str(spec), repr(shapes), self.training, tuple(p.requires_grad for p in self._original.parameters()))
         entry = CacheEntry(tuple(tuple(t.shape) for t in batch_tensors(args, kwargs)), self.training)
         cache: Cache[Specialization] = self._cache
+        kept = "kept" if key in cache else "not made yet"
+        modes = f"training={self.training}, gradients={torch.is_grad_enabled()}, program {kept}"
+        check_alike(f"{describe(args, kwargs)}; {modes}", self._host)
         return cache.take(key, entry, lambda: self._load(args, kwargs))
 
     @property

@@ -52,6 +52,13 @@ def make_device_mesh(mesh: Mesh) -> DeviceMesh:
     return found
 
 
+def host_group() -> dist.ProcessGroup | None:
+    """A group of all ranks that takes CPU tensors; None stands for the default one. Every rank must call it."""
+    if "gloo" in dist.get_backend_config():
+        return None
+    return dist.new_group(backend="gloo")
+
+
 def placements(layout: Layout, mesh: Mesh) -> tuple[Placement, ...]:
     """A layout as DTensor's placements, one an axis. Axes that split a dim in another order than the mesh's become
     strided: that is how FSDP2 writes a dim that tp splits outermost and dp inside it."""

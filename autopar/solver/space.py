@@ -35,7 +35,8 @@ class Pins:
     ``storage(name, layout)`` says whether a parameter may rest in a layout, ``operator(node, strategy)`` whether an
     operator may take a strategy; ``zero`` 0 or 3 settles what the data axis does with parameters, ``zero_dims`` which
     dim it splits, by name. Pins only close options: the space is the same with and without. ``strict`` pins (hints)
-    may leave no option; others (a plan carried to other shapes) then fall back to all.
+    may leave no option; others (a plan carried to other shapes) then fall back to all. ``inputs`` are the layouts of
+    the batch's tensors that do not come whole to every rank.
     """
 
     storage: Callable[[str, Layout], bool] = lambda name, layout: True
@@ -43,6 +44,7 @@ class Pins:
     zero: int | None = None
     zero_dims: Mapping[str, int] = field(default_factory=dict)
     strict: bool = True
+    inputs: Mapping[fx.Node, Layout] = field(default_factory=dict)
 
 
 @dataclass
@@ -159,7 +161,8 @@ class SpaceBuilder:
         fixed = self.space.new("inputs", [True])
         for node in self.captured.graph.find_nodes(op="placeholder"):
             spec = self.operators.specs[Value(node)]
-            self.space.of_source[node] = (fixed, [Layout.replicated(len(spec.shape))])
+            whole = Layout.replicated(len(spec.shape))
+            self.space.of_source[node] = (fixed, [self.pins.inputs.get(node, whole)])
         for output in self.captured.outputs:
             options = self._tensor_layouts(value_of(output.node))
             d = self.space.new(f"output {output.node.name}", [True] * len(options))

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ import torch.distributed as dist
 from small_models import gradients, llama, tokens
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from training import assert_close, join, parameters, say, whole
 
 import autopar
 from autopar import Hints
-from autopar.errors import InputError, RuntimeFailure
+from autopar.errors import AutoparError
 from autopar.runtime import cache
 
 
@@ -27,10 +28,11 @@ def forced() -> Hints:
     return Hints(dp=2, tp=dist.get_world_size() // 2, zero=3)
 
 
-def pair(hints: Hints | None = None) -> tuple[autopar.ParallelModule, nn.Module]:
+def pair(**arguments: Any) -> tuple[Any, nn.Module]:
     """A parallel Llama of one layer, and the eager one that it was made from."""
     reference = llama(num_hidden_layers=1)
-    model = autopar.parallelize(copy.deepcopy(reference), hints=hints or forced(), example_inputs=tokens(4, 8))
+    given = {"hints": forced(), "example_inputs": tokens(4, 8), **arguments}
+    model = autopar.parallelize(copy.deepcopy(reference), **given)
     return model, reference
 
 
@@ -56,6 +58,16 @@ def noted() -> Iterator[list[str]]:
         warnings.simplefilter("always")
         yield texts
     texts += [str(w.message) for w in caught if w.category is UserWarning and "divide" in str(w.message)]
+
+
+def refused(text: str, act: Callable[[], object]) -> None:
+    """``act`` raises an error of autopar, or of `torch.nn`, that says ``text``."""
+    try:
+        act()
+    except (AutoparError, RuntimeError) as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"expected {text}")
 
 
 def ragged() -> None:
@@ -143,18 +155,9 @@ def state() -> None:
     assert any(not torch.equal(p, truth[name]) for name, p in parameters(model).items())
     model.load_state_dict(own)
     assert all(torch.equal(p, truth[name] / 2) for name, p in parameters(model).items())
-    refused = {
-        "Missing key": lambda: model.load_state_dict({}),
-        "size mismatch": lambda: model.load_state_dict({**own, "model.norm.weight": torch.ones(7)}),
-        "cannot take over": lambda: model.load_state_dict(own, assign=True),
-    }
-    for text, load in refused.items():
-        try:
-            load()
-        except (RuntimeError, InputError) as error:
-            assert text in str(error), error
-        else:
-            raise AssertionError(f"expected {text}")
+    refused("Missing key", lambda: model.load_state_dict({}))
+    refused("size mismatch", lambda: model.load_state_dict({**own, "model.norm.weight": torch.ones(7)}))
+    refused("cannot take over", lambda: model.load_state_dict(own, assign=True))
 
 
 def accumulated() -> None:
@@ -201,19 +204,56 @@ def held_too_long() -> None:
              "the gradient of model.norm.weight is held back": freeze}  # fmt: skip
     for text, act in wrong.items():
         hold()
-        try:
-            act()
-        except RuntimeFailure as error:
-            assert text in str(error), error
-        else:
-            raise AssertionError(f"expected {text}")
+        refused(text, act)
         model.zero_grad()
     model.model.norm.requires_grad_(True)
     optimizer.step()
     compare(model, reference, step_of(model, reference, batch))
 
 
-LOOPS = (ragged, kept, recipe, state, accumulated, held_too_long)
+def local() -> None:
+    """Every rank passes what its sampler gives it, with labels that count unevenly; the eager model gets them in one
+    batch. Then, a last batch that is shorter on some ranks, which all ranks refuse; and the loop goes on."""
+    model, reference = pair(inputs="local")
+    data = tokens(12, 8)
+    samples = TensorDataset(*data.values())
+
+    def batches(rank: int) -> list[dict[str, Tensor]]:
+        sampler = DistributedSampler(samples, model.data_world_size, rank, shuffle=True, seed=3)
+        return [dict(zip(data, rows, strict=True)) for rows in DataLoader(samples, batch_size=2, sampler=sampler)]
+
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    everyone = zip(*(batches(rank) for rank in range(model.data_world_size)), strict=True)
+    for own, parts in zip(batches(model.data_rank), everyone, strict=True):
+        losses = model(**own).loss, reference(**{n: torch.cat([part[n] for part in parts]) for n in data}).loss
+        for loss in losses:
+            loss.backward()
+        compare(model, reference, losses)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    half = dist.get_world_size() // 2  # dp is outermost: the upper half of the ranks has data_rank 1
+    others = list(range(half, 2 * half))
+    refused(f"ranks {others} passed another batch", lambda: model(**tokens(2 + model.data_rank, 8)))
+    refused("a local batch whose tensors have different numbers",
+            lambda: model(input_ids=data["input_ids"], labels=data["labels"][:1]))  # fmt: skip
+    assert torch.isfinite(model(**batches(model.data_rank)[0]).loss)
+
+
+def differing() -> None:
+    """Ranks whose batches, or modes, differ are told so, each time and on every rank; then the loop goes on."""
+    model, reference = pair()
+    last = dist.get_world_size() - 1
+    mine = dist.get_rank() == last
+    for _ in range(2):
+        compare(model, reference, step_of(model, reference, tokens(4, 8)))
+        refused(f"ranks [{last}] passed another batch than rank 0", lambda: model(**tokens(2 if mine else 4, 8)))
+        model.train(not mine)
+        refused("training=False", lambda: model(**tokens(4, 8)))
+        model.train()
+
+
+LOOPS = (ragged, kept, recipe, state, accumulated, held_too_long, local, differing)
 
 
 def main() -> None:
