@@ -6,8 +6,8 @@ and labels count unevenly (see `models`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,9 +34,18 @@ ALTERNATING = ["sliding_attention", "full_attention"]
 
 @dataclass(frozen=True)
 class Architecture(Case):
-    """A `Case` named after its architecture; ``family`` is decoder, encoder, encoder-decoder, state-space or vision."""
+    """A `Case` named after its architecture; ``family`` is decoder, encoder, encoder-decoder, state space or vision.
+
+    ``options`` are inputs that are no tensors.
+    """
 
     family: str = "decoder"
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def make(self, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Any]]:
+        """As `Case.make`, with ``options`` in the batch."""
+        model, batch = super().make(dtype)
+        return model, {**batch, **self.options}
 
 
 def _model(kind: str, family: str, **config: Any) -> Callable[[], nn.Module]:
@@ -157,7 +166,7 @@ STATE_SPACE = (
         _model("Mamba2ForCausalLM", "Mamba2", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_heads=8,
                head_dim=8, state_size=8, n_groups=2, chunk_size=4, pad_token_id=0, bos_token_id=1, eos_token_id=2),
         causal_batch,
-        "state-space",
+        "state space",
     ),
 )  # fmt: skip
 VISION = (
@@ -168,7 +177,7 @@ VISION = (
         image_batch,
         "vision",
     ),
-    Architecture("clip", seeded(_clip), image_text_batch, "vision"),
+    Architecture("clip", seeded(_clip), image_text_batch, "vision", {"return_loss": True}),
     Architecture(
         "whisper",
         _model("WhisperForConditionalGeneration", "Whisper", vocab_size=VOCABULARY, num_mel_bins=8, d_model=32,

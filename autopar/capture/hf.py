@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.hf_attention import select
+from autopar.capture.hf_scan import whole_scans
 from autopar.errors import WorkloadError
 
 
@@ -47,7 +48,8 @@ def may_pack(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def tracing(may_pack: bool) -> Iterator[None]:
-    """For the length of a trace: no value checks, and the mask of packed sequences only if there may be some.
+    """For the length of a trace: no value checks, scans as single operators, and the mask of packed sequences only if
+    there may be some.
 
     While tracing transformers cannot see whether position ids restart, so it always builds that mask.
     """
@@ -59,7 +61,8 @@ def tracing(may_pack: bool) -> Iterator[None]:
     if not may_pack:
         masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
-        yield
+        with whole_scans():
+            yield
     finally:
         masking_utils.find_packed_sequence_indices = original
         if before is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import autopar.ops.attention
 import autopar.ops.dropout
+import autopar.ops.scan
 
 aten, own = torch.ops.aten, torch.ops.autopar
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -762,3 +763,22 @@ def attention_bias_backward(d: Draw, target: Any) -> Call:
     bias = d.real([d.pick([n, 1]) for n in q.shape[:3]] + [k.shape[2]])
     out, lse = autopar.ops.attention.attention(q, k, v, key_mask, bias, *rest)
     return (grad, q, k, v, key_mask, bias, out, lse, *rest), {}
+
+
+def _scan(d: Draw) -> tuple[Any, ...]:
+    batch, length, groups, group = d.size(), d.pick([5, 4, 1]), d.pick([2, 1, 4, 3]), d.pick([1, 2, 4])
+    channels, state = d.pick([4, 2, 3]), d.pick([2, 3])
+    heads = groups * group
+    x, b, c = (d.real([batch, length, *shape]) for shape in ((heads, channels), (groups, state), (groups, state)))
+    return x, d.real([batch, length, heads]).abs(), -d.real([heads]).abs(), b, c, d.pick([2, 3, 8])
+
+
+@sample(own.scan.default)
+def state_space_scan(d: Draw, target: Any) -> Call:
+    return _scan(d), {}
+
+
+@sample(own.scan_backward.default)
+def state_space_scan_backward(d: Draw, target: Any) -> Call:
+    args = _scan(d)
+    return (d.real(args[0].shape), *args), {}

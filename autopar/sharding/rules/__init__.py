@@ -13,6 +13,7 @@ from autopar.sharding.rules import (  # noqa: F401  importing a family registers
     random,
     recurrent,
     reduction,
+    scan,
     spatial,
     view,
     window,
