@@ -83,7 +83,8 @@ def emit_step(
         x = emit(aten.index_select.default, x, d, coordinate(step.axis))
         return emit(aten.squeeze.dim, x, d)
     if step.kind == "mask":
-        return emit(aten.where.ScalarOther, emit(aten.eq.Scalar, coordinate(step.axis), 0), x, 0)
+        kept = emit(aten.where.ScalarOther, emit(aten.eq.Scalar, coordinate(step.axis), 0), x, 0)
+        return kept if local else emit(aten.squeeze.dim, kept, 0)  # a coordinate is [1], so a number becomes one
     if step.kind == "all_reduce":
         return emit(WAIT, emit(ALL_REDUCE, emit(aten.contiguous.default, x), step.op, group))
     if step.kind == "all_gather":

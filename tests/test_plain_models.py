@@ -1,4 +1,4 @@
-"""Ordinary PyTorch modules compute under every kind of plan what they compute in eager mode, their work really split."""
+"""Ordinary PyTorch modules compute under every kind of plan what they compute in eager mode, in less work a rank."""
 
 from __future__ import annotations
 

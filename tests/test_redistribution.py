@@ -24,7 +24,7 @@ from autopar.sharding.redistribute import Step, redistribution, whole_elements
 from autopar.specialize import specialize
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
-SHAPES = ((8, 4), (4, 4, 4), (8,))
+SHAPES = ((8, 4), (4, 4, 4), (8,), ())
 DTYPE = torch.float64
 #: Steps in which nothing is sent.
 LOCAL = ("chunk", "mask")
