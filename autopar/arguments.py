@@ -78,7 +78,15 @@ def check_inputs(inputs: object) -> None:
 def one_batch(
     model: nn.Module, workload: Workload, example_inputs: ExampleInputs | None, world_size: int
 ) -> tuple[Workload, tuple[Any, ...], dict[str, Any]]:
-    """One global batch, and the workload with its sizes filled in."""
+    """One global batch, and the workload with its sizes filled in; without example inputs it is as long as the largest
+    bucket of ``pad_to``. WorkloadError for ``pad_to`` with a model whose inputs have no known names."""
+    if workload.pad_to is not None and not is_transformers_model(model):
+        raise WorkloadError(
+            f"pad_to cannot pad the inputs of {type(model).__name__}",
+            expected="a transformers model, whose inputs have known names",
+            found="another module",
+            change="leave pad_to out, and pad batches in the collate function",
+        )
     if example_inputs is None:
         if not is_transformers_model(model):
             raise WorkloadError(
@@ -88,7 +96,7 @@ def one_batch(
                 change="pass example_inputs=(tensor, ...) or dict(name=tensor, ...); meta tensors are enough",
             )
         batch = workload.global_batch or DEFAULT_SEQUENCES * world_size
-        seq_len = workload.seq_len or default_seq_len(model)
+        seq_len = workload.seq_len or max(workload.pad_to or (default_seq_len(model),))
         workload = replace(workload, global_batch=batch, seq_len=seq_len)
         return workload, (), dict(example_batch(model, batch, seq_len))
     args, kwargs = _arguments(example_inputs)
@@ -112,8 +120,7 @@ def one_batch(
                 found=f"example inputs of shape {tuple(tensors[0].shape)}",
                 change=f"leave {name} out of the workload",
             )
-    sized = Workload(global_batch=given["global_batch"], seq_len=given["seq_len"], optimizer=workload.optimizer)
-    return sized, args, kwargs
+    return replace(workload, global_batch=given["global_batch"], seq_len=given["seq_len"]), args, kwargs
 
 
 def _arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

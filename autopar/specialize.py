@@ -19,6 +19,7 @@ from autopar.plan import Plan
 from autopar.runtime.batches import input_names, widened
 from autopar.runtime.program import Specialization, emit
 from autopar.sharding.layout import Layout, Mesh
+from autopar.sharding.operators import value_of
 from autopar.solver.carry import plan_pins
 from autopar.solver.program import solve
 from autopar.solver.space import DATA_AXIS
@@ -71,15 +72,16 @@ def specialize(
         args, kwargs = widened(args, kwargs, plan.mesh.degree(DATA_AXIS))
     captured = captured or capture_batch(model, args, kwargs, training)
     operators = read(captured)
-    optimizer = Workload.from_dict(plan.workload).optimizer
+    workload = Workload.from_dict(plan.workload)
     pins = replace(plan_pins(captured, operators, plan), inputs=_split_inputs(captured, plan.mesh) if local else {})
     cluster = Cluster.from_dict(plan.cluster)
-    space, program = make_program(captured, operators, plan.mesh, cluster, optimizer, pins, float("inf"))
+    space, program = make_program(captured, operators, plan.mesh, cluster, workload.optimizer, pins, float("inf"))
     solution = solve(program)
     assert solution is not None  # without a budget every space has an answer
     assignment = space.assignment(solution.options)
     lost = fallbacks(captured, operators, assignment, plan, input_names(args, kwargs))
-    return replace(emit(captured, operators, assignment), fallbacks=lost)
+    lengths = _length_dims(captured) if workload.pad_to else ()
+    return replace(emit(captured, operators, assignment), fallbacks=lost, length_dims=lengths)
 
 
 def _split_inputs(captured: Captured, mesh: Mesh) -> dict[fx.Node, Layout]:
@@ -88,3 +90,9 @@ def _split_inputs(captured: Captured, mesh: Mesh) -> dict[fx.Node, Layout]:
         return {}
     dims = {node: node.meta["val"].dim() for node in captured.inputs}
     return {node: Layout.shard(ndim, {DATA_AXIS: 0}) for node, ndim in dims.items() if ndim > 0}
+
+
+def _length_dims(captured: Captured) -> tuple[frozenset[int], ...]:
+    """For every output its dims that carry dim 1 of the inputs, the sequence."""
+    dims = read(captured, 1).batch_dims
+    return tuple(dims[value_of(output.node)] for output in captured.outputs)

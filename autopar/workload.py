@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
@@ -15,13 +15,17 @@ from autopar.errors import WorkloadError
 class Workload:
     """One training step. ``global_batch`` is in sequences over all ranks, ``seq_len`` in tokens; None takes what the
     example inputs or the model's config say. ``optimizer`` is one of adamw, sgd, sgd_momentum, adafactor and none (no
-    training state at all). Raises WorkloadError for a value out of range."""
+    training state at all). ``pad_to`` are the lengths, in tokens, to which batches of a transformers text model are
+    padded before they run, each to the next: one program a bucket instead of one a length; kept as a sorted tuple.
+    Raises WorkloadError for a value out of range."""
 
     global_batch: int | None = None
     seq_len: int | None = None
     optimizer: str = "adamw"
+    pad_to: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        self._check_buckets()
         for name in ("global_batch", "seq_len"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -39,9 +43,25 @@ class Workload:
                 change=nearest(str(self.optimizer), OPTIMIZER_ELEMENTS),
             )
 
+    def _check_buckets(self) -> None:
+        """Sort ``pad_to``; WorkloadError unless it is None or some lengths."""
+        buckets = self.pad_to
+        if buckets is None:
+            return
+        whole = isinstance(buckets, Sequence) and not isinstance(buckets, str)
+        if not whole or not buckets or not all(type(b) is int and b > 0 for b in buckets):
+            raise WorkloadError(
+                f"A workload cannot have pad_to={buckets!r}.",
+                found=repr(buckets),
+                expected="a list of lengths from 1, or None",
+                change="give the lengths to pad to, for instance pad_to=[512, 1024, 2048]",
+            )
+        object.__setattr__(self, "pad_to", tuple(sorted(set(buckets))))
+
     def to_dict(self) -> dict[str, Any]:
         """A table of plain values that `from_dict` turns into an equal workload."""
-        return asdict(self)
+        table = asdict(self)
+        return table if self.pad_to is None else {**table, "pad_to": list(self.pad_to)}
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from dist.small_models import llama, tokens
+from dist.small_models import bert, llama, mlp, tokens
 
 import autopar
 from autopar import Hints, Plan
-from autopar.errors import InputError
+from autopar.capture.hf_padding import padded
+from autopar.errors import InputError, WorkloadError
 from autopar.runtime import cache
 from autopar.runtime.batches import Fallback, input_names, warn_of, widened
 from autopar.runtime.cache import Cache, CacheEntry
@@ -102,6 +103,54 @@ def test_inputs_are_global_or_local(model: Any) -> None:
     with pytest.raises(InputError, match="inputs is not understood") as error:
         autopar.parallelize(model, inputs="mine")  # type: ignore[arg-type]
     assert error.value.found == "'mine'"
+
+
+def test_every_known_input_is_padded_on_the_right(model: Any) -> None:
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[5, -100, 7]]), "attention_mask":
+        torch.tensor([[0, 1, 1]]), "position_ids": torch.tensor([[0, 0, 1]]), "use_cache": False,
+    }  # fmt: skip
+    found, length = padded(model, (), batch, (2, 5, 8))
+    assert length == 3 and found["use_cache"] is False
+    assert {n: t.tolist() for n, t in found.items() if isinstance(t, torch.Tensor)} == {
+        "input_ids": [[5, 6, 7, 0, 0]], "labels": [[5, -100, 7, -100, -100]], "attention_mask": [[0, 1, 1, 0, 0]],
+        "position_ids": [[0, 0, 1, 2, 3]],
+    }  # fmt: skip
+
+
+def test_a_mask_is_made_unless_it_would_hide_packed_sequences(model: Any) -> None:
+    ids = torch.tensor([[5, 6, 7]])
+    found, _ = padded(model, (ids,), {}, [4])
+    assert found["attention_mask"].tolist() == [[1, 1, 1, 0]] and found["input_ids"].shape == (1, 4)
+    assert padded(model, (), {"input_ids": ids}, [3])[0]["attention_mask"].tolist() == [[1, 1, 1]]
+    packed, _ = padded(model, (), {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 0]])}, [4])
+    assert "attention_mask" not in packed and packed["position_ids"].tolist() == [[0, 1, 0, 1]]
+    with pytest.raises(InputError, match="padding cannot be hidden"):
+        padded(bert(), (), {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 0]])}, [4])
+
+
+def test_labels_of_whole_sequences_stay(model: Any) -> None:
+    ids = torch.tensor([[5, 6, 7]])
+    for labels in (torch.tensor([1]), torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[1, 0]])):
+        assert padded(model, (), {"input_ids": ids, "labels": labels}, [4])[0]["labels"] is labels
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"input_ids": torch.ones(2, 9, dtype=torch.int64)}, "a sequence of 9 tokens is longer than the largest bucket"),
+    ({"input_ids": None}, "cannot tell how long"),
+    ({"pixel_values": torch.ones(2, 3, 4, 4)}, "does not know how to pad pixel_values"),
+    ({"attention_mask": torch.ones(2, 1, 8, 8)}, "does not know how to pad attention_mask"),
+])  # fmt: skip
+def test_what_cannot_be_padded_is_refused(model: Any, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        padded(model, (), {"input_ids": torch.ones(2, 8, dtype=torch.int64), **changed}, [4, 8])
+
+
+def test_buckets_belong_to_transformers_models_and_size_the_plan(model: Any) -> None:
+    found = autopar.plan(model, "cpu:2", workload=autopar.Workload(pad_to=[4, 6]))
+    assert found.workload["seq_len"] == 6 and Plan.from_dict(found.to_dict()) == found
+    with pytest.raises(WorkloadError, match="pad_to cannot pad the inputs of Sequential"):
+        autopar.plan(mlp(), "cpu:2", workload=autopar.Workload(pad_to=[4]), example_inputs=torch.ones(2, 16))
 
 
 def test_the_cache_is_bounded_counts_and_makes_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_distributed import SCRIPTS, assert_all_ok, torchrun
 
-LOOPS = ["ragged", "kept", "recipe", "state", "accumulated", "held_too_long", "local", "differing"]
+LOOPS = ["ragged", "kept", "recipe", "state", "accumulated", "held_too_long", "local", "differing", "bucketed"]
 
 pytestmark = pytest.mark.dist
 

@@ -17,9 +17,12 @@ def test_the_default_leaves_the_sizes_to_the_model() -> None:
 
 def test_a_workload_comes_back_equal_from_its_table() -> None:
     workload = Workload(global_batch=64, seq_len=2048, optimizer="sgd_momentum")
-    assert workload.to_dict() == {"global_batch": 64, "seq_len": 2048, "optimizer": "sgd_momentum"}
+    assert workload.to_dict() == {"global_batch": 64, "seq_len": 2048, "optimizer": "sgd_momentum", "pad_to": None}
     assert Workload.from_dict(workload.to_dict()) == workload
     assert Workload.from_dict({}) == Workload()
+    padded = Workload(pad_to=[256, 128, 256])
+    assert padded.pad_to == (128, 256) and padded.to_dict()["pad_to"] == [128, 256]
+    assert Workload.from_dict(padded.to_dict()) == padded
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
@@ -30,6 +33,14 @@ def test_a_size_that_is_no_positive_number(name: str, value: Any) -> None:
     assert error.value.expected == "a whole number from 1, or None"
     assert error.value.found == repr(value)
     assert name in error.value.change
+
+
+@pytest.mark.parametrize("value", [[], [0], [128, -1], [1.5], [True], "128", 128])
+def test_buckets_that_are_no_lengths(value: Any) -> None:
+    with pytest.raises(WorkloadError, match="pad_to") as error:
+        Workload(pad_to=value)
+    assert error.value.expected == "a list of lengths from 1, or None"
+    assert error.value.found == repr(value)
 
 
 @pytest.mark.parametrize(("optimizer", "advice"), [

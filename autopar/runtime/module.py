@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
 from autopar.capture import batch_tensors
+from autopar.capture.hf_padding import padded
 from autopar.errors import InputError, RuntimeFailure
 from autopar.passes.bind import bind
 from autopar.passes.partition import Program
@@ -26,6 +27,7 @@ from autopar.runtime.outputs import Deferred, OutputTensor, stale
 from autopar.runtime.parameters import as_dtensor, own_pieces, parallel_tree
 from autopar.runtime.process import agree, host_group, make_device_mesh, placements
 from autopar.runtime.program import Specialization
+from autopar.workload import Workload
 
 #: Makes the program of a rank: ``specialize(model, plan, args, kwargs, training=)``. Handed in, because the runtime
 #: knows how to run programs and not how they are decided.
@@ -91,6 +93,14 @@ def _local(special: Specialization, parameters: Sequence[Tensor]) -> dict[str, T
     return {n: p.to_local() for n, p in zip(names, parameters, strict=True)}  # type: ignore[attr-defined]
 
 
+def _shorter(special: Specialization, place: int, length: int | None) -> torch.Size:
+    """The shape of an output whose sequence is cut to ``length``; None leaves it."""
+    shape = special.captured.outputs[place].node.meta["val"].shape
+    if length is None:
+        return torch.Size(shape)
+    return torch.Size(length if d in special.length_dims[place] else size for d, size in enumerate(shape))
+
+
 class ParallelModule(nn.Module):
     """A model split over all ranks, used like the model itself.
 
@@ -120,7 +130,7 @@ class ParallelModule(nn.Module):
         self.__dict__.update(_programs=weakref.WeakKeyDictionary(), _keeps_all=False)
         device = torch.device(device_mesh.device_type)
         self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
-        self.__dict__["_host"] = host_group()
+        self.__dict__.update(_host=host_group(), _buckets=Workload.from_dict(plan.workload).pad_to)
         group = device_mesh.get_group("dp").group_name
         self.__dict__["_accumulator"] = Accumulator(group, self._coordinates, list(self.parameters()))
         self.__dict__["seed"] = torch.tensor([agree(torch.initial_seed() % 2**62), 0], device=device)
@@ -201,6 +211,7 @@ class ParallelModule(nn.Module):
         returns. RuntimeFailure, on every rank, if ranks have other shapes, modes or arguments than one another."""
         device = self.device_mesh.device_type
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (args, kwargs))
+        args, kwargs, length = self._padded(args, kwargs)
         special = self.specialization(args, kwargs)
         given = self._given(special, args, kwargs)
         parameters = [self._original.get_parameter(p.name) for p in special.captured.parameters]
@@ -211,7 +222,20 @@ class ParallelModule(nn.Module):
             program = self._bound(special, Specialization.loss_only if defer else Specialization.whole)
             results = dict(zip(program.results, _Step.apply(self, special, program, given, *parameters), strict=True))
         self._update_buffers(special, results)
-        return self._rebuild(special, results, given, parameters)
+        return self._rebuild(special, results, given, parameters, length)
+
+    def _padded(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
+        """The batch padded to one of the workload's buckets, with its true length; as it is if there are none."""
+        if not self._buckets:
+            return args, kwargs, None
+        try:
+            kwargs, length = padded(self._original, args, kwargs, self._buckets)
+        except InputError as error:
+            check_alike(str(error), self._host)  # where others go on to compare their batches with this one
+            raise
+        return (), kwargs, length
 
     def _given(self, special: Specialization, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """What enters a program besides parameters, by name."""
@@ -252,46 +276,50 @@ class ParallelModule(nn.Module):
         results: dict[int, Tensor],
         given: dict[str, Tensor],
         parameters: Sequence[Tensor],
+        length: int | None,
     ) -> Any:
         """What the model would have returned: its structure, with an `OutputTensor` or a `Deferred` for all but
-        scalars."""
+        scalars; cut to ``length`` tokens where the batch was padded."""
         versions = [p._version for p in parameters]
 
         def late(place: int) -> Tensor:
             if versions != [p._version for p in parameters]:
                 raise stale(f"output {place}")
             self.__dict__["_keeps_all"] = True
-            return self._output(special, place, self._evaluate(special, given, parameters)[place])
+            return self._output(special, place, self._evaluate(special, given, parameters)[place], length)
 
         captured = special.captured
         found: list[Tensor | Deferred] = []
         for place, output in enumerate(captured.outputs):
-            val = output.node.meta["val"]
             if place in results:
-                found.append(self._output(special, place, results[place]))
+                found.append(self._output(special, place, results[place], length))
             elif output.buffer is None:
-                found.append(Deferred(val.shape, val.dtype, functools.partial(late, place)))
+                val = output.node.meta["val"]
+                shape = _shorter(special, place, length)
+                found.append(Deferred(shape, val.dtype, functools.partial(late, place)))
         tensors, constants = iter(found), dict(captured.output_constants)
         count = captured.output_spec.num_leaves
         leaves = [constants[i] if i in constants else next(tensors) for i in range(count)]
         return pytree.tree_unflatten(leaves, captured.output_spec)
 
-    def _output(self, special: Specialization, place: int, result: Tensor) -> Tensor:
+    def _output(self, special: Specialization, place: int, result: Tensor, length: int | None) -> Tensor:
         """One result as the user gets it."""
         if result.dim() == 0:
             return result
         val = special.captured.outputs[place].node.meta["val"]
         layout = special.assignment.sinks[place]
-        return OutputTensor.of(
-            DTensor.from_local(
-                result,
-                self.device_mesh,
-                placements(layout, self.mesh),
-                run_check=False,
-                shape=val.shape,
-                stride=val.stride(),
-            )
+        tensor: Any = DTensor.from_local(
+            result,
+            self.device_mesh,
+            placements(layout, self.mesh),
+            run_check=False,
+            shape=val.shape,
+            stride=val.stride(),
         )
+        for dim, size in enumerate(_shorter(special, place, length)):
+            if size < tensor.shape[dim]:
+                tensor = tensor.narrow(dim, 0, size)
+        return OutputTensor.of(tensor)
 
     def _bound(self, special: Specialization, make: Callable[[Specialization], Program]) -> Program:
         """A program of a specialisation, bound to this process when it is first used."""

@@ -19,7 +19,8 @@ from autopar.sharding.operators import Operators
 @dataclass(frozen=True, eq=False)
 class Specialization:
     """A captured graph, what was decided for it, and the program that was emitted; ``fallbacks`` are what the plan
-    splits and these shapes do not divide."""
+    splits and these shapes do not divide, ``length_dims`` the dims of every output that carry dim 1 of inputs, known
+    only where batches are padded."""
 
     captured: Captured
     operators: Operators
@@ -27,6 +28,7 @@ class Specialization:
     sharded: Sharded
     program: Program
     fallbacks: tuple[Fallback, ...] = ()
+    length_dims: tuple[frozenset[int], ...] = ()
 
     def input_name(self, placeholder: fx.Node) -> str:
         """The name under which a captured placeholder enters the program."""

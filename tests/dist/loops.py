@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_models import gradients, llama, tokens
+from small_models import bert, gradients, llama, tokens
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from training import assert_close, join, parameters, say, whole
 
 import autopar
-from autopar import Hints
+from autopar import Hints, Workload
 from autopar.errors import AutoparError
 from autopar.runtime import cache
 
@@ -253,7 +253,32 @@ def differing() -> None:
         model.train()
 
 
-LOOPS = (ragged, kept, recipe, state, accumulated, held_too_long, local, differing)
+def bucketed() -> None:
+    """Lengths padded to 6 and 8: loss, gradients, logits and a loss outside equal those of the batch as it is, in a
+    causal model and one that sees both sides; two programs in all. One rank with too long a batch stops all."""
+    for make in (lambda: llama(num_hidden_layers=1), bert):
+        reference = make()
+        workload = Workload(global_batch=4, pad_to=[6, 8])
+        model: Any = autopar.parallelize(copy.deepcopy(reference), hints=forced(), workload=workload)
+        for length in (5, 8, 7, 6):
+            batch = tokens(4, length)
+            for m in (model, reference):
+                m.zero_grad()
+            compare(model, reference, step_of(model, reference, batch))
+            logits = [m(**batch).logits.detach() for m in (model, reference)]
+            assert_close({"logits": logits[0].clone()}, {"logits": logits[1]}, "logits")
+        assert [e.shapes[0] for e in model.specializations] == [(4, 8), (4, 6)]
+        for m in (model, reference):
+            m.zero_grad()
+            m(input_ids=tokens(4, 7)["input_ids"]).logits.pow(2).mean().backward()
+        assert_close(whole(gradients(model)), gradients(reference), "gradients of a loss outside")
+        refused("a sequence of 9 tokens is longer than the largest bucket", lambda: model(**tokens(4, 9)))
+        last = dist.get_world_size() - 1
+        length = 9 if dist.get_rank() == last else 8
+        refused(f"ranks [{last}] passed another batch", lambda length=length: model(**tokens(4, length)))
+
+
+LOOPS = (ragged, kept, recipe, state, accumulated, held_too_long, local, differing, bucketed)
 
 
 def main() -> None:
