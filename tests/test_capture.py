@@ -430,3 +430,31 @@ def test_bias_gradients_are_summed_in_float32(dtype: torch.dtype) -> None:
     assert {p.gradient.meta["val"].dtype for p in captured.parameters if p.gradient} == {dtype}
     casts = captured.graph.find_nodes(op="call_function", target=aten._to_copy.default)
     assert len(casts) == (0 if dtype == torch.float32 else 2)
+
+
+class _Unordered(nn.Module):
+    """Two linear layers, each with a scale of its own that is made in an order which differs between processes, as in
+    ``for kind in set(kinds)``."""
+
+    def __init__(self, order: tuple[int, int]) -> None:
+        super().__init__()
+        self.order = order
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("angles", torch.ones(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = {kind: (self.angles[kind] * x.shape[0]).cos() for kind in self.order}
+        for kind, layer in enumerate(self.layers):
+            x = layer(x) * scales[kind]
+        return x
+
+
+def test_order_of_what_no_parameter_enters() -> None:
+    """Ranks that make positions and masks in another order have the same graph."""
+    graphs = [list(capture(_Unordered(order), (torch.randn(2, 4),)).graph.nodes) for order in ((0, 1), (1, 0))]
+    numbers = [{node: i for i, node in enumerate(nodes)} for nodes in graphs]
+    texts = [
+        [(n.target, fx.node.map_arg(n.args, lambda arg, i=i: f"%{numbers[i][arg]}")) for n in nodes if n.op != "output"]
+        for i, nodes in enumerate(graphs)
+    ]
+    assert texts[0] == texts[1]

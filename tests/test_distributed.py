@@ -67,6 +67,14 @@ def test_training_equals_eager(model: str, processes: int) -> None:
     assert_all_ok(torchrun(processes, SCRIPTS / "parity.py", model), processes, LAYOUTS)
 
 
+@pytest.mark.parametrize("model", ["bert", *(pytest.param(m, marks=pytest.mark.slow)
+                                            for m in ("t5", "vit", "gemma3", "resnet"))])  # fmt: skip
+def test_training_equals_eager_in_float64(model: str) -> None:
+    """The same to 1e-10, for an encoder, an encoder-decoder with a learned position bias, an image model, alternating
+    windows and soft caps, and convolutions with batch norm."""
+    assert_all_ok(torchrun(2, SCRIPTS / "parity.py", model), 2, LAYOUTS)
+
+
 def test_the_module_is_used_as_the_model() -> None:
     """foreach and fused optimizers; attributes, evaluation, logits and state_dict; losses computed outside; meta
     models; other batch shapes; frozen parameters; accumulated gradients (``features.py``), on four ranks."""

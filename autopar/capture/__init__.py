@@ -14,6 +14,7 @@ from autopar._compat import (
     BufferAOTInput,
     GradAOTOutput,
     InputMutationAOTOutput,
+    LazyGraphModule,
     ParamAOTInput,
     PlainAOTInput,
     PlainAOTOutput,
@@ -21,18 +22,20 @@ from autopar._compat import (
 )
 from autopar.capture.blocks import label
 from autopar.capture.graph import Buffer, Captured, Output, Parameter, spec_of
-from autopar.capture.normalize import aten, normalize, repeat_in_backward
+from autopar.capture.normalize import aten, normalize, place_before_use, repeat_in_backward
 from autopar.capture.random import refuse_random
 from autopar.capture.repeats import Differs, Repeat, mark_repeats
 from autopar.capture.replicate import put_copies
 from autopar.capture.trace import SEED, Traced, refuse_empty, trace
 from autopar.errors import CaptureError
+from autopar.garbage import collecting_later
 
 __all__ = ["Captured", "capture", "refuse_empty"]
 
 _log = logging.getLogger(__name__)
 
 
+@collecting_later()
 def capture(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -66,6 +69,7 @@ def _read(traced: Traced, repeats: Sequence[Repeat]) -> Captured:
     """The raw graph in normal form, its markers replaced by blocks. Raises Differs and CaptureError."""
     graph = traced.module.graph
     constants = _lift_constants(traced.module)
+    _add_parameters(traced, {name: p for repeat in repeats for name, p in repeat.parameters.items()})
     inputs = _inputs(traced, graph, {c.placeholder for c in constants})
     parameters = _parameters(traced, graph, inputs)
     if traced.frozen:
@@ -73,6 +77,7 @@ def _read(traced: Traced, repeats: Sequence[Repeat]) -> Captured:
     _order_outputs(traced, graph, parameters)
     if traced.frozen:
         _drop_tangents(graph, inputs["tangents"])
+    place_before_use(graph, [p.placeholder for p in parameters])
     normalize(graph)
     held = [Buffer(b.name.removeprefix(traced.prefix), b.placeholder) for b in inputs["buffers"] if b.name != SEED]
     buffers = tuple(held + constants)
@@ -82,11 +87,10 @@ def _read(traced: Traced, repeats: Sequence[Repeat]) -> Captured:
     refuse_random(graph)
     repeat_in_backward(graph, {*(p.placeholder for p in parameters), *(b.placeholder for b in buffers)})
     parameters, blocks = put_copies(graph, repeats, parameters, buffers)
-    traced.module.recompile()
     outputs = _outputs(graph, inputs)
     seed = next((b for b in inputs["buffers"] if b.name == SEED and b.placeholder.users), None)
     return Captured(
-        traced.module,
+        LazyGraphModule(nn.Module(), graph),  # the text of a deep model's graph takes long, and is rarely asked for
         parameters,
         buffers,
         inputs["plain"],
@@ -113,6 +117,23 @@ def _lift_constants(module: fx.GraphModule) -> list[Buffer]:
         node.replace_all_uses_with(found[node.target].placeholder)
         module.graph.erase_node(node)
     return list(found.values())
+
+
+def _add_parameters(traced: Traced, missing: Mapping[str, nn.Parameter]) -> None:
+    """Add placeholders for the parameters of blocks that were not traced, each where a whole trace would have it."""
+    graph = traced.module.graph
+    descs = {node: node.meta.get("desc") for node in graph.find_nodes(op="placeholder")}
+    present = {d.target: node for node, d in descs.items() if isinstance(d, ParamAOTInput)}
+    last = None
+    for name in traced.parameter_aliases:
+        target = traced.prefix + name
+        if name in missing:
+            assert last is not None  # the first block of a run is traced
+            with graph.inserting_after(last):
+                last = graph.placeholder("parameter_" + name.replace(".", "_"))
+            last.meta = {"val": missing[name], "desc": ParamAOTInput(target)}
+        else:
+            last = present[target]
 
 
 def _inputs(traced: Traced, graph: fx.Graph, constants: set[fx.Node]) -> dict[str, Any]:

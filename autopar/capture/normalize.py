@@ -7,7 +7,7 @@ sequence cannot be. As ``einsum("bsk,nk->bsn")`` each is a factor of its own. Th
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -316,6 +316,32 @@ def norms_without_bias(graph: fx.Graph) -> None:
         weight, bias = node.args[5:7]
         if weight is not None and bias is not None:
             node.args = (*node.args[:6], weight, *node.args[7:])
+
+
+def place_before_use(graph: fx.Graph, parameters: Sequence[fx.Node]) -> None:
+    """Move what no parameter enters (positions, rotary angles, masks) to just before its first use.
+
+    Every rank traces for itself, and models make such values in loops over sets (``for kind in set(layer_types)``),
+    whose order differs from process to process. What depends on parameters keeps its order.
+    """
+    learned = set(parameters)
+    for node in graph.nodes:
+        if any(arg in learned for arg in node.all_input_nodes):
+            learned.add(node)
+    placed = set(graph.find_nodes(op="placeholder"))
+    for node in list(graph.nodes):
+        if node not in learned and node.op != "output":
+            continue
+        stack = [node]
+        while stack:
+            waiting = [arg for arg in stack[-1].all_input_nodes if arg not in placed and arg not in learned]
+            if waiting:
+                stack.append(waiting[0])
+                continue
+            done = stack.pop()
+            if done is not node and done not in placed:
+                node.prepend(done)
+            placed.add(done)
 
 
 def repeat_in_backward(graph: fx.Graph, kept_inputs: set[fx.Node]) -> None:

@@ -371,5 +371,6 @@ class ParallelModule(nn.Module):
                 f"ranks {different} made another program than rank 0",
                 expected="the same model, batch shapes, plan and versions on every rank",
                 found=f"{len(set(hashes))} different programs",
-                change="pass the same global batch shapes on every rank, and run one version of the code",
+                change="pass the same global batch shapes on every rank, run one version of the code, and let no loop "
+                "over a set decide in which order the model computes (or set PYTHONHASHSEED=0 for all ranks)",
             )
