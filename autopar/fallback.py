@@ -5,8 +5,9 @@ A strategy of the plan that does not divide a new shape takes the nearest valid 
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import fx
 
@@ -19,10 +20,15 @@ from autopar.solver.carry import lost_choices
 from autopar.solver.spmd import read
 
 
-def _factors_by_dim(captured: Captured) -> dict[int, Mapping[fx.Node, frozenset[str]]]:
-    """For every dim of the inputs, the factors of every operator that carry it."""
+def _dim_of(captured: Captured) -> Callable[[fx.Node, str], int | None]:
+    """Which dim of the inputs a factor of an operator carries, None if none. Followed when asked for."""
     deepest = max((node.meta["val"].dim() for node in captured.inputs), default=0)
-    return {dim: read(captured, dim).batch_factors for dim in range(deepest)}
+
+    @functools.cache
+    def factors(dim: int) -> Mapping[fx.Node, frozenset[str]]:
+        return read(captured, dim).batch_factors
+
+    return lambda node, factor: next((dim for dim in range(deepest) if factor in factors(dim)[node]), None)
 
 
 def fallbacks(
@@ -32,10 +38,10 @@ def fallbacks(
     lost = lost_choices(operators, plan)
     if not lost:
         return ()
-    by_dim = _factors_by_dim(captured)
+    dim_of = _dim_of(captured)
     found: dict[tuple[str, int | None], list[Operator]] = defaultdict(list)
     for op, axis, factor in lost:
-        found[axis, next((d for d, factors in by_dim.items() if factor in factors[op.node]), None)].append(op)
+        found[axis, dim_of(op.node, factor)].append(op)
     for axis, dim in [kind for kind in found if kind[1] is None]:
         # rules do not follow dims of size 1 everywhere: such operators count with the others that the axis lost
         if (traced := next((kind for kind in found if kind[0] == axis and kind[1] is not None), None)) is not None:

@@ -5,12 +5,20 @@ from __future__ import annotations
 import pytest
 from test_distributed import SCRIPTS, assert_all_ok, torchrun
 
-LOOPS = ["ragged", "kept", "recipe", "state", "accumulated", "held_too_long", "local", "differing", "bucketed"]
+#: What runs in one start of the processes, each within the time limit of `torchrun`.
+LOOPS = {
+    "ragged batches, and the programs that are kept": ["ragged", "kept"],
+    "recipes and checkpoints": ["recipe", "state"],
+    "gradients held back": ["accumulated", "held_too_long"],
+    "local batches, and ranks that differ": ["local", "differing"],
+    "buckets": ["bucketed"],
+}
 
 pytestmark = pytest.mark.dist
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_loops_equal_those_of_one_process(processes: int) -> None:
-    """On dp=2, alone and with tp=2, under ZeRO-3: ragged batches and lengths, and a small cache of programs."""
-    assert_all_ok(torchrun(processes, SCRIPTS / "loops.py"), processes, LOOPS)
+@pytest.mark.parametrize("what", LOOPS)
+def test_loops_equal_those_of_one_process(what: str, processes: int) -> None:
+    """On dp=2, alone and with tp=2, under ZeRO-3."""
+    assert_all_ok(torchrun(processes, SCRIPTS / "loops.py", *LOOPS[what]), processes, LOOPS[what])

@@ -1,7 +1,8 @@
 """Pads a batch of a transformers text model on the right, so that nothing that counts changes.
 
 Padding is hidden from real tokens by the attention mask (made if there is none) and from the loss by labels of -100.
-Inputs are known by name, which is what transformers goes by; whatever else might have a sequence dim is refused.
+Inputs are known by name, which is what transformers goes by; whatever else might have a sequence dim is refused. Only
+dropout notices: its masks are drawn for the padded shape.
 """
 
 from __future__ import annotations

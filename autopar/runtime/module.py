@@ -130,7 +130,7 @@ class ParallelModule(nn.Module):
         self.__dict__.update(_programs=weakref.WeakKeyDictionary(), _keeps_all=False)
         device = torch.device(device_mesh.device_type)
         self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
-        self.__dict__.update(_host=host_group(), _buckets=Workload.from_dict(plan.workload).pad_to)
+        self.__dict__.update(_buckets=Workload.from_dict(plan.workload).pad_to)
         group = device_mesh.get_group("dp").group_name
         self.__dict__["_accumulator"] = Accumulator(group, self._coordinates, list(self.parameters()))
         self.__dict__["seed"] = torch.tensor([agree(torch.initial_seed() % 2**62), 0], device=device)
@@ -233,7 +233,7 @@ class ParallelModule(nn.Module):
         try:
             kwargs, length = padded(self._original, args, kwargs, self._buckets)
         except InputError as error:
-            check_alike(str(error), self._host)  # where others go on to compare their batches with this one
+            check_alike(str(error), host_group())  # where others go on to compare their batches with this one
             raise
         return (), kwargs, length
 
@@ -341,7 +341,7 @@ class ParallelModule(nn.Module):
         cache: Cache[Specialization] = self._cache
         kept = "kept" if key in cache else "not made yet"
         modes = f"training={self.training}, gradients={torch.is_grad_enabled()}, program {kept}"
-        check_alike(f"{describe(args, kwargs)}; {modes}", self._host)
+        check_alike(f"{describe(args, kwargs)}; {modes}", host_group())
         return cache.take(key, entry, lambda: self._load(args, kwargs))
 
     @property

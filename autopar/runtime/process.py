@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 from typing import Any
 
@@ -53,9 +54,13 @@ def make_device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """A group of all ranks that takes CPU tensors; None stands for the default one. Every rank must call it."""
-    if "gloo" in dist.get_backend_config():
-        return None
+    """A group of all ranks that takes CPU tensors, None for the default one. Every rank must make the first call."""
+    return None if "gloo" in dist.get_backend_config() else _gloo_group(dist.group.WORLD)
+
+
+@functools.cache
+def _gloo_group(world: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """A Gloo group of the ranks of ``world``. Modules ask for it each time: they can be copied, a group cannot."""
     return dist.new_group(backend="gloo")
 
 
