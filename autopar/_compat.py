@@ -22,6 +22,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,6 +32,7 @@ __all__ = [
     "GradAOTOutput",
     "HashStore",
     "InputMutationAOTOutput",
+    "LazyGraphModule",
     "OpOverload",
     "ParamAOTInput",
     "PlainAOTInput",

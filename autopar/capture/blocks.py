@@ -116,3 +116,15 @@ def block_classes(graph: fx.Graph, skip: Collection[Any] = ()) -> tuple[BlockCla
         BlockClass(pattern(paths[0]), tuple(paths), tuple(tuple(members[p]) for p in paths))
         for paths in classes.values()
     )
+
+
+def first_of(classes: Iterable[BlockClass]) -> dict[fx.Node, fx.Node]:
+    """For the nodes of all blocks but the first of their class the counterpart there, where it is the same call: random
+    operators, which are numbered, are left out."""
+    return {
+        node: first
+        for c in classes
+        for nodes in c.nodes[1:]
+        for node, first in zip(nodes, c.nodes[0], strict=True)
+        if stream_argument(node.target) is None
+    }

@@ -39,13 +39,15 @@ class Differs(Exception):
 class Repeat:
     """Blocks ``first`` to ``first + count - 1`` of the container ``path`` are markers in the trace; the ``period``
     blocks before them stand for them, and the ``period`` blocks before those prove it. ``streams`` is filled by the
-    trace: the number of the first random operator of every block."""
+    trace: the number of the first random operator of every block; ``parameters`` are those of the markers, by their
+    names in the model, which the trace does without."""
 
     path: str
     period: int
     first: int
     count: int
     streams: dict[int, int] = field(default_factory=dict)
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @property
     def markers(self) -> range:
@@ -281,6 +283,9 @@ def _mark(repeat: Repeat, index: int, block: nn.Module, calls: dict[int, _Call])
         return pytree.tree_unflatten(result, call.result_spec)
 
     block.forward = forward
+    repeat.parameters.update(block.named_parameters(prefix=repeat.block(index)))
+    for module in block.modules():  # to carry hundreds of unused inputs through a trace takes as long as some blocks
+        module._parameters.update(dict.fromkeys(module._parameters))
 
 
 def mark_repeats(model: nn.Module) -> tuple[Repeat, ...]:

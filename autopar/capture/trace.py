@@ -242,6 +242,7 @@ def trace(
         hf.prepare(clone)
     clone.train(model.training if training is None else training)
     _attributes_to_buffers(clone)
+    aliases = _aliases(clone)
     if prepare is not None:
         prepare(clone)
     _annotate(clone)
@@ -271,4 +272,4 @@ def trace(
             raise _failure(model, error) from error
     assert flat.output_spec is not None
     returned = (flat.output_spec, flat.output_constants)
-    return Traced(joint.graph_module, spec, *returned, _aliases(clone), flat.streams, frozen)
+    return Traced(joint.graph_module, spec, *returned, aliases, flat.streams, frozen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,39 +146,79 @@ def read_operator(node: fx.Node) -> Operator:
     return Operator(node, call, rule, tuple(value_of(leaf) for leaf in leaves), found is not None, flops_of(call, rule))
 
 
+def _read_copy(node: fx.Node, first: Operator) -> Operator:
+    """A node of a block as its counterpart in the first block of the class, with operands of its own."""
+    operands: list[Value] = []
+
+    def collect(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            operands.append(value_of(leaf))
+        return leaf
+
+    fx.node.map_aggregate((node.args, node.kwargs), collect)
+    return Operator(node, first.call, first.rule, tuple(operands), first.has_rule, first.flops)
+
+
+def _read_all(graph: fx.Graph, first_of: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, Operator]:
+    """All operators in order; rules are made once for all blocks of a class."""
+    first: dict[fx.Node, Operator] = {}
+
+    def read(node: fx.Node) -> Operator:
+        if node not in first:
+            first[node] = read_operator(node)
+        return first[node]
+
+    return {
+        node: _read_copy(node, read(first_of[node])) if node in first_of else read(node)
+        for node in graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem
+    }
+
+
+def _batch_of(rule: Rule, batch_dims: Sequence[frozenset[int]]) -> tuple[frozenset[str], list[frozenset[int]]]:
+    """The factors that carry the batch, and the dims of the results that do, given those of the operands."""
+    batch = frozenset(
+        factors[0]
+        for carries, dims in zip(batch_dims, rule.operands, strict=True)
+        for d, factors in enumerate(dims)
+        if factors and d in carries
+    )
+    return batch, [frozenset(d for d, f in enumerate(dims) if f and f[0] in batch) for dims in rule.results]
+
+
 def _follow_batch(
     by_node: dict[fx.Node, Operator], batch_dims: dict[Value, frozenset[int]]
 ) -> dict[fx.Node, frozenset[str]]:
     """Follow the batch from the placeholders in ``batch_dims`` (filled for all other values) through the rules."""
     batch_factors: dict[fx.Node, frozenset[str]] = {}
+    known: dict[Any, tuple[frozenset[str], list[frozenset[int]]]] = {}
     for node, op in by_node.items():
-        batch = {
-            factors[0]
-            for value, dims in zip(op.operands, op.rule.operands, strict=True)
-            for d, factors in enumerate(dims)
-            if factors and d in batch_dims[value]
-        }
-        batch_factors[node] = frozenset(batch)
-        for i, dims in enumerate(op.rule.results):
-            batch_dims[Value(node, i)] = frozenset(d for d, f in enumerate(dims) if f and f[0] in batch)
+        given = tuple([batch_dims[value] for value in op.operands])
+        key = (id(op.rule), given)
+        if key not in known:
+            known[key] = _batch_of(op.rule, given)
+        batch_factors[node], results = known[key]
+        for i, dims in enumerate(results):
+            batch_dims[Value(node, i)] = dims
     return batch_factors
 
 
 def read_operators(
-    graph: fx.Graph, batch_inputs: Mapping[fx.Node, int], tangents: Mapping[fx.Node, fx.Node]
+    graph: fx.Graph,
+    batch_inputs: Mapping[fx.Node, int],
+    tangents: Mapping[fx.Node, fx.Node],
+    first_of: Mapping[fx.Node, fx.Node] | None = None,
 ) -> Operators:
     """Read a labelled graph. ``batch_inputs`` gives the batch dim of the placeholders that have one, ``tangents`` the
-    output that each tangent placeholder belongs to (whose batch it shares)."""
-    by_node = {
-        node: read_operator(node)
-        for node in graph.nodes
-        if node.op == "call_function" and node.target is not operator.getitem
-    }
+    output that each tangent placeholder belongs to (whose batch it shares), ``first_of`` the counterpart of a node in
+    the first block of its class, where that is the same call of the same operator."""
+    by_node = _read_all(graph, first_of or {})
     placeholders = {node: spec for node in graph.find_nodes(op="placeholder") if (spec := _spec(node)) is not None}
     specs = {Value(node): spec for node, spec in placeholders.items()}
     consumers: dict[Value, list[tuple[fx.Node, int]]] = {}
     for node, op in by_node.items():
-        specs.update({Value(node, i): spec for i, spec in enumerate(op.call.results)})
+        for i, spec in enumerate(op.call.results):
+            specs[Value(node, i)] = spec
         for i, value in enumerate(op.operands):
             consumers.setdefault(value, []).append((node, i))
     batch_dims = {Value(n): frozenset({batch_inputs[n]} if n in batch_inputs else ()) for n in placeholders}

@@ -108,6 +108,10 @@ class Rule:
     results: tuple[Dims, ...]
     linear: tuple[frozenset[int], ...] = ()
     localize: Localize | None = field(default=None, compare=False)
+    #: What `layouts` has found already: equal blocks share their rules, and every step from space to emission asks.
+    known_layouts: dict[tuple[Strategy, Mesh], tuple[tuple[Layout, ...], tuple[Layout, ...]]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
 
 def _parse(annotation: str) -> tuple[list[Dims], list[Dims]]:
@@ -243,6 +247,13 @@ def strategies(
 
 def layouts(rule: Rule, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """The layouts of operands and results under a valid strategy. Operands that lack a split factor are whole."""
+    key = (strategy, mesh)
+    if key not in rule.known_layouts:
+        rule.known_layouts[key] = _layouts(rule, strategy, mesh)
+    return rule.known_layouts[key]
+
+
+def _layouts(rule: Rule, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     taken = _axes_by_factor(strategy, mesh)
 
     def dims(tensor: Dims) -> tuple[tuple[str, ...], ...]:

@@ -117,7 +117,9 @@ class SpaceBuilder:
         self.space = Space(mesh)
         self.canon = self.space.canon
         self.groups: dict[AliasKey, list[tuple[fx.Node, int]]] = defaultdict(list)
-        self.layouts: dict[tuple[fx.Node, Strategy], tuple[tuple[Layout, ...], tuple[Layout, ...]]] = {}
+        self.offers: dict[tuple[int, int, bool, int], tuple[Layout, ...]] = {}
+        self.tuples: dict[int, tuple[Layout, ...]] = {}
+        self.flows: dict[tuple[int, int, int, int, TensorSpec], int] = defaultdict(int)
         self.parameter_of = {p.placeholder: p for p in captured.parameters}
         for op in operators:
             for i, value in enumerate(op.operands):
@@ -135,6 +137,7 @@ class SpaceBuilder:
         for op in self.operators:
             self._flows(op)
         self._sinks()
+        self._count_flows()
         return self.space
 
     # -- isomorphic blocks ------------------------------------------------------------------------------------------
@@ -164,7 +167,10 @@ class SpaceBuilder:
             whole = Layout.replicated(len(spec.shape))
             self.space.of_source[node] = (fixed, [self.pins.inputs.get(node, whole)])
         for output in self.captured.outputs:
-            options = self._tensor_layouts(value_of(output.node))
+            value = value_of(output.node)
+            options = self._tensor_layouts(value)
+            if output.buffer is not None:  # it rests whole on every rank
+                options = [Layout.replicated(len(self.operators.specs[value].shape))]
             d = self.space.new(f"output {output.node.name}", [True] * len(options))
             self.space.of_sink.append((d, options))
             if output.tangent is not None:
@@ -240,11 +246,13 @@ class SpaceBuilder:
 
     # -- operators --------------------------------------------------------------------------------------------------
 
-    def _of(self, op: Operator, strategy: Strategy) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-        key = (op.node, strategy)
-        if key not in self.layouts:
-            self.layouts[key] = layouts(op.rule, strategy, self.mesh)
-        return self.layouts[key]
+    def _by_option(self, op: Operator, result: bool, index: int) -> tuple[Layout, ...]:
+        """The layouts of a result or an operand of a decided operator by option; one tuple for all blocks of a class."""
+        chosen = self.space.of_node[op.node][1]
+        key = (id(op.rule), id(chosen), result, index)
+        if key not in self.offers:
+            self.offers[key] = tuple(layouts(op.rule, s, self.mesh)[result][index] for s in chosen)
+        return self.offers[key]
 
     def _allowed(self, op: Operator) -> Callable[[str, Choice], bool]:
         """What each axis may do: the data axis splits the batch wherever there is one that divides."""
@@ -316,7 +324,7 @@ class SpaceBuilder:
         allowed = self._open([self.pins.operator(op.node, s) for s in every])
         self.space.of_node[op.node] = (self.space.new(label, allowed), every)
 
-    def _offer(self, op: Operator, i: int) -> tuple[int, list[Layout]] | None:
+    def _offer(self, op: Operator, i: int) -> tuple[int, Sequence[Layout]] | None:
         """Who decides the layout in which operand ``i`` is read, if an operator of the same block and direction."""
         value = op.operands[i]
         shared = self._alias(AliasKey(value, op.backward, op.block))
@@ -325,8 +333,7 @@ class SpaceBuilder:
         producer = self.operators.by_node.get(value.node)
         if producer is None or producer.block != op.block or producer.backward != op.backward:
             return None
-        d, chosen = self.space.of_node[value.node]
-        return d, [self._of(producer, s)[1][value.index] for s in chosen]
+        return self.space.of_node[value.node][0], self._by_option(producer, True, value.index)
 
     def _follow(self, op: Operator, i: int, every: list[Strategy]) -> tuple[int, list[Strategy]] | None:
         """Let ``op`` take what operand ``i`` is offered in, if every offer leaves it exactly one strategy."""
@@ -337,7 +344,7 @@ class SpaceBuilder:
         # Only views hand partial sums on unasked. For any other operator it is a choice whether to reduce first, and
         # whether its other operands can be partial as well is for their producers to say.
         alone = [s for s in every if op.is_view or all(c.linear is None for c in s)]
-        by_layout = {self._of(op, s)[0][i]: s for s in alone}
+        by_layout = {layouts(op.rule, s, self.mesh)[0][i]: s for s in alone}
         if len(by_layout) < len(alone) or any(layout not in by_layout for layout in offered):
             return None  # the operand does not say which strategy, or offers something that has none
         return d, [by_layout[layout] for layout in offered]
@@ -364,21 +371,31 @@ class SpaceBuilder:
 
     # -- flows ------------------------------------------------------------------------------------------------------
 
-    def _produced(self, value: Value) -> tuple[int, list[Layout]]:
+    def _produced(self, value: Value) -> tuple[int, Sequence[Layout]]:
         if value.node in self.space.of_source:
             return self.space.of_source[value.node]
-        d, chosen = self.space.of_node[value.node]
         op = self.operators.by_node[value.node]
-        return d, [self._of(op, s)[1][value.index] for s in chosen]
+        return self.space.of_node[value.node][0], self._by_option(op, True, value.index)
 
-    def _flow(self, offer: tuple[int, list[Layout]], want: tuple[int, list[Layout]], spec: TensorSpec) -> None:
-        self.space.flows[Flow(offer[0], want[0], tuple(offer[1]), tuple(want[1]), spec)] += 1
+    def _tuple(self, options: Sequence[Layout]) -> tuple[Layout, ...]:
+        return options if isinstance(options, tuple) else self.tuples.setdefault(id(options), tuple(options))
+
+    def _flow(self, offer: tuple[int, Sequence[Layout]], want: tuple[int, Sequence[Layout]], spec: TensorSpec) -> None:
+        """Count a flow. Options are told apart by identity, which they share where blocks do: to compare them one by one
+        for every tensor of every block would take longer than all the rest."""
+        offered, wanted = self._tuple(offer[1]), self._tuple(want[1])
+        self.tuples[id(offered)], self.tuples[id(wanted)] = offered, wanted
+        self.flows[offer[0], want[0], id(offered), id(wanted), spec] += 1
+
+    def _count_flows(self) -> None:
+        for (source, target, offered, wanted, spec), count in self.flows.items():
+            self.space.flows[Flow(source, target, self.tuples[offered], self.tuples[wanted], spec)] += count
 
     def _flows(self, op: Operator) -> None:
-        d, chosen = self.space.of_node[op.node]
+        d = self.space.of_node[op.node][0]
         for i, value in enumerate(op.operands):
             key, spec = AliasKey(value, op.backward, op.block), self.operators.specs[value]
-            want = (d, [self._of(op, s)[0][i] for s in chosen])
+            want = (d, self._by_option(op, False, i))
             shared = self._alias(key)
             if shared is None:
                 self._flow(self._produced(value), want, spec)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from autopar.capture.blocks import first_of
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.cost_model.communication import wire_bytes
+from autopar.garbage import collecting_later
 from autopar.plan import Collective
 from autopar.sharding.assignment import Assignment, Transfer, result_layouts, transfers
 from autopar.sharding.layout import Layout, Mesh
@@ -45,6 +47,7 @@ class Solved:
         return sum(self.memory.values())
 
 
+@collecting_later()
 def read(captured: Captured, dim: int = 0) -> Operators:
     """The operators of a captured graph; the batch is dim 0 of every input that has dims. With another ``dim`` its
     factors and dims are those that carry that dim of the inputs instead."""
@@ -52,9 +55,11 @@ def read(captured: Captured, dim: int = 0) -> Operators:
         captured.graph,
         {node: dim for node in captured.inputs if node.meta["val"].dim() > dim},
         {o.tangent: o.node for o in captured.outputs if o.tangent is not None},
+        first_of(captured.blocks),
     )
 
 
+@collecting_later()
 def make_program(
     captured: Captured, operators: Operators, mesh: Mesh, cluster: Cluster, optimizer: str, pins: Pins, budget: float
 ) -> tuple[Space, Program]:
@@ -80,6 +85,7 @@ def solve_mesh(
     return account(captured, operators, space.assignment(solution.options), cluster, optimizer, solution)
 
 
+@collecting_later()
 def account(
     captured: Captured,
     operators: Operators,
