@@ -9,7 +9,7 @@ from test_distributed import SCRIPTS, assert_all_ok, torchrun
 LOOPS = {
     "ragged batches, and the programs that are kept": ["ragged", "kept"],
     "recipes and checkpoints": ["recipe", "state"],
-    "gradients held back": ["accumulated", "held_too_long"],
+    "gradients held back": ["accumulated", "copies", "held_too_long"],
     "local batches, and ranks that differ": ["local", "differing"],
     "buckets": ["bucketed"],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,10 @@ class Accumulator:
         self._sums: dict[Program, _Sums] = {}
         self._versions: list[int] = []
         self._hook: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accumulator:
+        """What is held stays with the original: a copied module has gradients of its own."""
+        return Accumulator(self._group, self._coordinates, copy.deepcopy(self._parameters, memo))
 
     @torch.no_grad()
     def backward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -31,6 +31,10 @@ class Cache(Generic[T]):
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self.kept
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache[T]:
+        """A copy of a module (an average of its parameters, say) runs the same programs: they hold no weights."""
+        return Cache(self.kept.copy())
 
     def take(self, key: Hashable, entry: CacheEntry, make: Callable[[], T]) -> T:
         """The program for ``key``, made if there is none; counted as used. ``entry`` says what it is for."""

@@ -180,9 +180,29 @@ def accumulated() -> None:
     assert_close(parameters(model), parameters(reference), "parameters")
 
 
+def copies() -> None:
+    """A deep copy, made while gradients are held and programs kept, is a module of its own: it trains apart, runs the
+    programs that there are, and has none of what is held."""
+    model, reference = pair()
+    batch = tokens(4, 8)
+    assert model(**batch).logits.shape == (4, 8, 64)  # asked for, so that the next program keeps it
+    with model.accumulate():
+        step_of(model, reference, batch)
+    twins = copy.deepcopy(model), copy.deepcopy(reference)
+    assert twins[0].specializations == model.specializations
+    for twin in twins:
+        twin.zero_grad()
+    compare(*twins, step_of(*twins, batch))
+    for twin in twins:
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert_close(parameters(twins[0]), parameters(twins[1]), "parameters of the copy")
+    assert_close(parameters(model), parameters(reference), "parameters")
+    compare(model, reference, step_of(model, reference, batch))
+
+
 def held_too_long() -> None:
     """Gradients that are held back are never lost in silence: not by a step, not by other parameters, not by freezing;
-    zero_grad of the module drops them, and a copy of the module has its own."""
+    zero_grad of the module drops them."""
     model, reference = pair()
     batch = tokens(4, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -254,31 +274,34 @@ def differing() -> None:
 
 
 def bucketed() -> None:
-    """Lengths padded to 6 and 8: loss, gradients, logits and a loss outside equal those of the batch as it is, in a
-    causal model and one that sees both sides; two programs in all. One rank with too long a batch stops all."""
+    """Padded batches in a causal model and in one that sees both sides."""
     for make in (lambda: llama(num_hidden_layers=1), bert):
         reference = make()
         workload = Workload(global_batch=4, pad_to=[6, 8])
-        model: Any = autopar.parallelize(copy.deepcopy(reference), hints=forced(), workload=workload)
-        for length in (5, 8, 7, 6):
-            batch = tokens(4, length)
-            for m in (model, reference):
-                m.zero_grad()
-            compare(model, reference, step_of(model, reference, batch))
-            logits = [m(**batch).logits.detach() for m in (model, reference)]
-            assert_close({"logits": logits[0].clone()}, {"logits": logits[1]}, "logits")
-        assert [e.shapes[0] for e in model.specializations] == [(4, 8), (4, 6)]
+        padded_as_it_is(autopar.parallelize(copy.deepcopy(reference), hints=forced(), workload=workload), reference)
+
+
+def padded_as_it_is(model: Any, reference: nn.Module) -> None:
+    """Lengths padded to 6 and 8: loss, gradients, logits and a loss outside equal those of the batch as it is; two
+    programs in all. One rank with too long a batch stops all."""
+    for length in (5, 8, 7, 6):
+        batch = tokens(4, length)
         for m in (model, reference):
             m.zero_grad()
-            m(input_ids=tokens(4, 7)["input_ids"]).logits.pow(2).mean().backward()
-        assert_close(whole(gradients(model)), gradients(reference), "gradients of a loss outside")
-        refused("a sequence of 9 tokens is longer than the largest bucket", lambda: model(**tokens(4, 9)))
-        last = dist.get_world_size() - 1
-        length = 9 if dist.get_rank() == last else 8
-        refused(f"ranks [{last}] passed another batch", lambda length=length: model(**tokens(4, length)))
+        compare(model, reference, step_of(model, reference, batch))
+        logits = [m(**batch).logits.detach() for m in (model, reference)]
+        assert_close({"logits": logits[0].clone()}, {"logits": logits[1]}, "logits")
+    assert [e.shapes[0] for e in model.specializations] == [(4, 8), (4, 6)]
+    for m in (model, reference):
+        m.zero_grad()
+        m(input_ids=tokens(4, 7)["input_ids"]).logits.pow(2).mean().backward()
+    assert_close(whole(gradients(model)), gradients(reference), "gradients of a loss outside")
+    refused("a sequence of 9 tokens is longer than the largest bucket", lambda: model(**tokens(4, 9)))
+    last = dist.get_world_size() - 1
+    refused(f"ranks [{last}] passed another batch", lambda: model(**tokens(4, 9 if dist.get_rank() == last else 8)))
 
 
-LOOPS = (ragged, kept, recipe, state, accumulated, held_too_long, local, differing, bucketed)
+LOOPS = (ragged, kept, recipe, state, accumulated, copies, held_too_long, local, differing, bucketed)
 
 
 def main() -> None:
