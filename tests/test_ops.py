@@ -143,11 +143,24 @@ def test_bias_of_another_dtype(dtype: torch.dtype, bias_dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 5, 6, 100])
-def test_window_equals_the_mask_spelled_out(causal: bool, window: int) -> None:
-    inputs, i, j = qkv(kv_heads=2), torch.arange(6)[:, None], torch.arange(6)
+@pytest.mark.parametrize("value_dim", [8, 4], ids=["kernel", "math"])
+def test_window_equals_the_mask_spelled_out(causal: bool, window: int, value_dim: int) -> None:
+    inputs, i, j = qkv(kv_heads=2, value_dim=value_dim), torch.arange(6)[:, None], torch.arange(6)
     mask = (j > i - window) & (j <= i if causal else True)
     ours = with_gradients(lambda *x: attend(*x, causal=causal, window=window)[0], inputs)
     assert_same(ours, with_gradients(functools.partial(eager, mask=mask), inputs), 1e-10)
+
+
+@pytest.mark.parametrize("value_dim", [8, 4], ids=["kernel", "math"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_window_with_padding(side: str, value_dim: int) -> None:
+    inputs, i, j = qkv(kv_heads=2, value_dim=value_dim), torch.arange(6)[:, None], torch.arange(6)
+    key_mask = padding(2, 6, side)
+    mask = key_mask[:, None, None, :] & (j > i - 2) & (j <= i)
+    options = {"key_mask": key_mask, "causal": True, "window": 2}
+    ours = with_gradients(lambda *x: attend(*x, **options)[0], inputs)
+    assert_same(ours, with_gradients(functools.partial(eager, mask=mask), inputs), 1e-10)
+    assert torch.equal(attend(*inputs, **options)[1] == -math.inf, ~mask.any(-1).expand(2, 4, 6))
 
 
 def added_mask(allowed: Tensor) -> Tensor:
@@ -226,7 +239,7 @@ def test_softcap_equals_the_formula() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"window": 2}], ids=["kernel", "math"])
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"softcap": 1e9}], ids=["kernel", "window", "math"])
 def test_lse_strides_and_dtype(dtype: torch.dtype, options: dict[str, Any]) -> None:
     q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(kv_heads=2, dtype=dtype))
     out, lse = attend(q, k, v, causal=True, **options)
@@ -238,7 +251,7 @@ def test_lse_strides_and_dtype(dtype: torch.dtype, options: dict[str, Any]) -> N
     assert out.dtype == dtype and out.is_contiguous() and lse.is_contiguous()
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 2}], ids=["kernel", "math"])
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"softcap": 1e9}], ids=["kernel", "window", "math"])
 def test_any_strides_are_taken(options: dict[str, Any]) -> None:
     inputs = [x.detach().mT.contiguous().mT.requires_grad_() for x in qkv(kv_heads=2)]  # last dim not contiguous
     dense = [x.detach().contiguous().requires_grad_() for x in inputs]

