@@ -39,7 +39,7 @@ def _agrees(module: nn.Module, *args: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "bias", "both", "first"),
-                         [*itertools.product((nn.LSTM, nn.GRU), (True, False), (True, False), (True, False))])
+                         [*itertools.product((nn.LSTM, nn.GRU, nn.RNN), (True, False), (True, False), (True, False))])
 def test_recurrences(kind: type[nn.RNNBase], bias: bool, both: bool, first: bool) -> None:
     torch.manual_seed(0)
     module = kind(3, 5, 2, bias=bias, bidirectional=both, batch_first=first)
@@ -47,6 +47,11 @@ def test_recurrences(kind: type[nn.RNNBase], bias: bool, both: bool, first: bool
     _agrees(module, x)
     _agrees(module, x, (state, state.flip(0)) if kind is nn.LSTM else state)
     _agrees(module, x[0] if first else x[:, 0])
+
+
+def test_rectified_recurrence_and_bilinear_layer() -> None:
+    _agrees(nn.RNN(3, 5, nonlinearity="relu"), torch.randn(4, 6, 3).double())
+    _agrees(nn.Bilinear(3, 4, 5), torch.randn(2, 6, 3).double(), torch.randn(2, 6, 4).double())
 
 
 def test_projections_and_packed_sequences_stay_torchs() -> None:
@@ -66,13 +71,15 @@ def test_a_gru_needs_states_that_fit() -> None:
         own.lstm(gates, torch.randn(2, 4), torch.randn(2, 4), weight, False)
 
 
-@pytest.mark.parametrize("op", ["lstm", "gru"])
+@pytest.mark.parametrize("op", ["lstm", "gru", "rnn"])
 def test_operators_are_well_formed(op: str) -> None:
     def real(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
     if op == "lstm":
         torch.library.opcheck(own.lstm.default, (real(3, 2, 8), real(2, 2), real(2, 2), real(8, 2), True))
+    elif op == "rnn":
+        torch.library.opcheck(own.rnn.default, (real(3, 2, 2), real(2, 2), real(2, 2), True, False))
     else:
         torch.library.opcheck(own.gru.default, (real(3, 2, 6), real(2, 2), real(6, 2), real(6), True))
 
@@ -130,6 +137,17 @@ def test_variance(dims: list[int] | None, correction: float | None) -> None:
             torch.testing.assert_close(found, target(x, dims, correction=correction, keepdim=keepdim))
 
 
+@pytest.mark.parametrize("dim", [0, 2])
+def test_weight_norm(dim: int) -> None:
+    v = torch.randn(3, 4, 5, dtype=torch.float64)
+    g = torch.randn([n if d == dim else 1 for d, n in enumerate(v.shape)], dtype=torch.float64)
+    forward, backward = aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default
+    table, (w, norms) = normalization_table(), forward(v, g, dim)
+    torch.testing.assert_close(table[forward](v, g, dim), (w, norms))
+    args = (torch.randn_like(v), v, g, norms, dim)
+    torch.testing.assert_close(table[backward](*args), backward(*args))
+
+
 class _Drops(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -142,7 +160,7 @@ class _Drops(nn.Module):
 
 @pytest.mark.parametrize("layer", [
     nn.Dropout1d(0.3), nn.Dropout2d(0.3), nn.Dropout3d(0.3), nn.AlphaDropout(0.3), nn.LSTM(8, 8, 2, dropout=0.3),
-    nn.GRU(8, 8, 3, dropout=0.5, bidirectional=True)], ids=str)
+    nn.GRU(8, 8, 3, dropout=0.5, bidirectional=True), nn.RNN(8, 8, 2, dropout=0.1)], ids=str)
 def test_dropouts_draw_what_one_process_draws(layer: nn.Module) -> None:
     shapes = {nn.Dropout1d: (4, 8, 8), nn.Dropout2d: (4, 8, 8, 2), nn.Dropout3d: (4, 8, 2, 2, 2)}
     shape = shapes.get(type(layer), (4, 4, 8))

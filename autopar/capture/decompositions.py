@@ -29,11 +29,16 @@ def _log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: t
     return (grad - output.exp() * grad.sum(dim, keepdim=True)).to(input_dtype)
 
 
+def _classes_dim(x: Tensor) -> int:
+    return min(1, x.dim() - 1)
+
+
 def _nll_loss_forward(
     x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """x [N, C] (or [C]) log-probabilities, target [N] (or []); reduction 0 none, 1 mean, 2 sum."""
-    dim = x.dim() - 1
+    """x [N, C] (or [C], or [N, C, H, W]) log-probabilities, target x's shape without C; reduction 0 none, 1 mean, 2
+    sum."""
+    dim = _classes_dim(x)
     counts = target != ignore_index
     safe = torch.where(counts, target, 0)
     losses = -torch.gather(x, dim, safe.unsqueeze(dim)).squeeze(dim)
@@ -55,12 +60,12 @@ def _nll_loss_backward(
     ignore_index: int,
     total_weight: Tensor,
 ) -> Tensor:
-    dim = x.dim() - 1
+    dim = _classes_dim(x)
     counts = target != ignore_index
     safe = torch.where(counts, target, 0)
     scale = -grad / total_weight if reduction == 1 else -grad
     column = torch.where(counts, scale if weight is None else scale * weight[safe], 0.0).unsqueeze(dim)
-    classes = torch.arange(x.shape[dim], device=x.device)
+    classes = torch.arange(x.shape[dim], device=x.device).view([-1] + [1] * (x.dim() - 1 - dim))
     return torch.where(classes == safe.unsqueeze(dim), column, 0.0)
 
 
@@ -113,6 +118,8 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
             aten._log_softmax_backward_data.default: _log_softmax_backward,
             aten.nll_loss_forward.default: _nll_loss_forward,
             aten.nll_loss_backward.default: _nll_loss_backward,
+            aten.nll_loss2d_forward.default: _nll_loss_forward,
+            aten.nll_loss2d_backward.default: _nll_loss_backward,
         }
     )
     return table

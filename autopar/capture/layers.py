@@ -1,7 +1,7 @@
 """Layers of PyTorch that trace to operators which hide how they can be split, written so that they can.
 
-An embedding bag is a lookup and a sum over its items; a recurrence is one operator of autopar's own a layer and
-direction, instead of a kernel of one device or a graph as long as the sequence.
+An embedding bag is a lookup and a sum over its items, a bilinear layer an einsum; a recurrence is one operator of
+autopar's own a layer and direction, instead of a kernel of one device or a graph as long as the sequence.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autopar.ops.rnn import gru, lstm
+from autopar.ops.rnn import gru, lstm, rnn_relu, rnn_tanh
 
 
 def _embedding_bag(
@@ -55,11 +55,24 @@ def _embedding_bag(
     return total if mode == "sum" else total / counted.clamp(min=1.0).unsqueeze(-1)
 
 
-_REPLACEMENTS: dict[Any, Callable[..., Any]] = {F.embedding_bag: _embedding_bag, torch.gru: gru, torch.lstm: lstm}
+def _bilinear(first: Tensor, second: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.bilinear``: [..., I], [..., J], [O, I, J] and [O] to [..., O]."""
+    out = torch.einsum("...i,oij,...j->...o", first, weight, second)
+    return out if bias is None else out + bias
+
+
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    F.bilinear: _bilinear,
+    F.embedding_bag: _embedding_bag,
+    torch.gru: gru,
+    torch.lstm: lstm,
+    torch.rnn_relu: rnn_relu,
+    torch.rnn_tanh: rnn_tanh,
+}
 
 
 class SplittableLayers(TorchFunctionMode):
-    """Context in which embedding bags, LSTMs and GRUs trace to what can be split."""
+    """Context in which embedding bags, bilinear layers and recurrences trace to what can be split."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

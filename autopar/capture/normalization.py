@@ -1,4 +1,4 @@
-"""Batch norm and variance as means and pointwise operators.
+"""Batch norm, variances and weight norm as means and pointwise operators.
 
 Statistics are then reductions like any other: with the batch split they are those of the whole batch (what
 SyncBatchNorm computes), in forward and backward, and so are the running statistics. Two passes, because the mean of
@@ -165,12 +165,27 @@ def _backward(
     )
 
 
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    """``v`` scaled to the norms ``g`` (size 1 in all dims but ``dim``), and the norms that it had."""
+    norms = _wide(v).square().sum([d for d in range(v.dim()) if d != dim], keepdim=True).sqrt()
+    return (v * (g / norms)).to(v.dtype), norms
+
+
+def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Gradients of v and g. T. Salimans, D. P. Kingma, "Weight Normalization", NIPS 2016, equation 3."""
+    over = [d for d in range(v.dim()) if d != dim]
+    along = _wide(grad * v).sum(over, keepdim=True) / norms
+    return (g / norms * (grad - v * (along / norms))).to(v.dtype), along.to(g.dtype)
+
+
 def normalization_table() -> dict[Any, Callable[..., Any]]:
-    """Decompositions of batch norm and variances, by operator."""
+    """Decompositions of batch norm, variances and weight norm, by operator."""
     return {
         aten._native_batch_norm_legit.no_stats: _without_statistics,
         aten._native_batch_norm_legit_functional.default: _training,
         aten._native_batch_norm_legit_no_training.default: _evaluation,
+        aten._weight_norm_interface.default: _weight_norm,
+        aten._weight_norm_interface_backward.default: _weight_norm_backward,
         aten.native_batch_norm_backward.default: _backward,
         aten.std.correction: _std,
         aten.var.correction: _var,

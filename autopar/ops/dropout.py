@@ -152,6 +152,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 dropout.register_autograd(_backward, setup_context=_setup_context)
 
 
+_RECURRENCES = ("gru", "lstm", "rnn_relu", "rnn_tanh")  # functions of torch and of autopar.ops.rnn
+
 _entered: list[CounterDropout] = []
 
 
@@ -175,8 +177,7 @@ class CounterDropout(TorchFunctionMode):
             F.dropout1d: functools.partial(self._feature_dropout, 1),
             F.dropout2d: functools.partial(self._feature_dropout, 2),
             F.dropout3d: functools.partial(self._feature_dropout, 3),
-            torch.gru: functools.partial(self._recurrence, torch.gru),
-            torch.lstm: functools.partial(self._recurrence, torch.lstm),
+            **{getattr(torch, n): functools.partial(self._recurrence, n) for n in _RECURRENCES},
             F.scaled_dot_product_attention: self._attention,
             F.multi_head_attention_forward: self._multi_head_attention,
         }
@@ -234,13 +235,13 @@ class CounterDropout(TorchFunctionMode):
         out = input * (kept * scale) + ((kept - 1.0) * (_ALPHA * scale) + _ALPHA * scale * p)
         return input.copy_(out) if inplace else out
 
-    def _recurrence(self, func: Any, *args: Any) -> Any:
+    def _recurrence(self, name: str, *args: Any) -> Any:
         from autopar.ops import rnn  # which needs this module
 
         dropout, train = args[5], args[6]
         if not dropout or not train:
-            return func(*args)
-        return (rnn.lstm if func is torch.lstm else rnn.gru)(*args, drop=self._dropout)
+            return getattr(torch, name)(*args)
+        return getattr(rnn, name)(*args, drop=self._dropout)
 
     def _attention(
         self,
@@ -276,7 +277,7 @@ def counter_dropout(seed: Tensor) -> CounterDropout:
 
     ``F.dropout``, ``torch.dropout``, their in-place forms (hence ``nn.Dropout``) become ``autopar::dropout`` when
     training with p > 0, and ``F.scaled_dot_product_attention`` becomes ``autopar::attention`` always. So do the dropout
-    of channels, ``F.alpha_dropout`` and the dropout between layers of LSTMs and GRUs. Other random operators (``rand``,
+    of channels, ``F.alpha_dropout`` and the dropout between layers of RNNs. Other random operators (``rand``,
     ``F.gumbel_softmax``) are left alone. Used while capturing, and
     around the untouched eager model, which then draws exactly what a sharded one draws. Not for models that recompute
     with ``torch.utils.checkpoint``: the recomputation would take new stream numbers.

@@ -1,4 +1,4 @@
-"""``autopar::lstm`` and ``autopar::gru``: one layer of a recurrence in one direction, whole.
+"""``autopar::lstm``, ``autopar::gru`` and ``autopar::rnn``: one layer of a recurrence in one direction, whole.
 
 Only what depends on the step before is in here. What enters the gates from outside is an ordinary product over all
 steps, and so is the gradient of the recurrent weight: both split like any other. The formulas are those of torch.nn.
@@ -201,6 +201,68 @@ def _gru_gradients(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None
 gru.register_autograd(_gru_gradients, setup_context=_gru_setup)
 
 
+@torch.library.custom_op("autopar::rnn", mutates_args=())
+def rnn(gates: Tensor, h0: Tensor, weight: Tensor, relu: bool, reverse: bool) -> Tensor:
+    """A layer of a plain recurrence.
+
+    Args:
+        gates: [T, B, H], what input and biases contribute to each step.
+        h0: [B, H], the state before the first step.
+        weight: [H, H], recurrent.
+        relu: whether relu in place of tanh. reverse: whether the steps run from the last to the first.
+
+    Returns:
+        Outputs [T, B, H] by step.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
+    _check("rnn", gates, h0, weight, 1)
+    out, h = gates.new_empty(gates.shape), h0
+    for t in _steps(gates.shape[0], reverse):
+        h = torch.addmm(gates[t], h, weight.t())
+        h = h.relu() if relu else h.tanh()
+        out[t] = h
+    return out
+
+
+@rnn.register_fake
+def _(gates: Tensor, h0: Tensor, weight: Tensor, relu: bool, reverse: bool) -> Tensor:
+    _check("rnn", gates, h0, weight, 1)
+    return gates.new_empty(gates.shape)
+
+
+@torch.library.custom_op("autopar::rnn_backward", mutates_args=())
+def rnn_backward(grad_out: Tensor, out: Tensor, weight: Tensor, relu: bool, reverse: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of ``gates`` [T, B, H] and h0 [B, H]."""
+    grad_gates, dh = out.new_empty(out.shape), out.new_zeros(out.shape[1:])
+    for t in _steps(out.shape[0], not reverse):
+        dh = dh + grad_out[t]
+        grad_gates[t] = torch.where(out[t] > 0, dh, 0.0) if relu else dh * (1 - out[t] * out[t])
+        dh = grad_gates[t] @ weight
+    return grad_gates, dh
+
+
+@rnn_backward.register_fake
+def _(grad_out: Tensor, out: Tensor, weight: Tensor, relu: bool, reverse: bool) -> tuple[Tensor, Tensor]:
+    return out.new_empty(out.shape), out.new_empty(out.shape[1:])
+
+
+def _rnn_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, h0, weight, ctx.relu, ctx.reverse = inputs
+    ctx.save_for_backward(h0, weight, output)
+
+
+def _rnn_gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    h0, weight, out = ctx.saved_tensors
+    grad_gates, dh = rnn_backward(grad_out, out, weight, ctx.relu, ctx.reverse)
+    grad_weight = torch.einsum("tbg,tbh->gh", grad_gates, _previous(out, h0, ctx.reverse))
+    return grad_gates, dh, grad_weight, None, None
+
+
+rnn.register_autograd(_rnn_gradients, setup_context=_rnn_setup)
+
+
 def _products(gates: Sequence[int], hidden: int) -> int:
     return 2 * gates[0] * gates[1] * gates[2] * hidden
 
@@ -229,3 +291,15 @@ def _gru_flops(gates: Sequence[int], h0: Sequence[int], *_: Any, **__: Any) -> i
 def _gru_backward_flops(_grad: Any, _active: Any, out: Sequence[int], h0: Sequence[int], *_: Any, **__: Any) -> int:
     """As an LSTM's, with three gates."""
     return _products((*out[:2], 3 * out[2]), h0[1])
+
+
+@register_flop_formula(torch.ops.autopar.rnn)
+def _rnn_flops(gates: Sequence[int], h0: Sequence[int], *_: Any, **__: Any) -> int:
+    """As an LSTM's, with one gate."""
+    return _products(gates, h0[1])
+
+
+@register_flop_formula(torch.ops.autopar.rnn_backward)
+def _rnn_backward_flops(_grad: Any, out: Sequence[int], *_: Any, **__: Any) -> int:
+    """As an LSTM's, with one gate."""
+    return _products(out, out[2])

@@ -1,4 +1,5 @@
-"""``torch.lstm`` and ``torch.gru``, hence ``nn.LSTM`` and ``nn.GRU``, by the operators of `autopar.ops.recurrent`."""
+"""``torch.lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu`` (hence ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``) by the
+operators of `autopar.ops.recurrent`."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ Layer = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], bool], tuple[Tenso
 
 def _recurrence(
     layer: Layer,
+    drop: Drop,
     x: Tensor,
     states: Sequence[Tensor],
     parameters: Sequence[Tensor],
@@ -26,7 +28,6 @@ def _recurrence(
     train: bool,
     bidirectional: bool,
     batch_first: bool,
-    drop: Drop,
 ) -> tuple[Tensor, ...]:
     """The layers of an RNN over ``x`` [T, B, I] (batch_first: [B, T, I]) from ``states``, each [layers x directions, B,
     H]: outputs and the last states. ``layer(x, states, parameters, reverse)`` runs one in one direction, ``drop(x, p)``
@@ -72,18 +73,43 @@ def _gru_layer(
     return out, (_end(out, reverse),)
 
 
+def _rnn_layer(relu: bool) -> Layer:
+    def layer(
+        x: Tensor, states: Sequence[Tensor], parameters: Sequence[Tensor], reverse: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        gates = F.linear(x, parameters[0])
+        for bias in parameters[2:]:
+            gates = gates + bias
+        out = recurrent.rnn(gates, states[0], parameters[1], relu, reverse)
+        return out, (_end(out, reverse),)
+
+    return layer
+
+
 def lstm(*args: Any, drop: Drop = F.dropout) -> tuple[Tensor, ...]:
     """``torch.lstm``; packed sequences (a tensor of batch sizes comes second) and projections are left to torch.
     ``drop(x, p)`` is the dropout between layers."""
     if isinstance(args[1], Tensor) or args[1][0].shape[-1] != args[1][1].shape[-1]:
         return torch.lstm(*args)
-    return _recurrence(_lstm_layer, *args, drop=drop)
+    return _recurrence(_lstm_layer, drop, *args)
+
+
+def _of_one_state(whole: Callable[..., Any], layer: Layer, args: tuple[Any, ...], drop: Drop) -> tuple[Tensor, ...]:
+    """Packed sequences (a tensor of batch sizes comes second) are left to torch's ``whole``."""
+    x, state, *rest = args
+    return whole(*args) if state.dtype == torch.int64 else _recurrence(layer, drop, x, [state], *rest)
 
 
 def gru(*args: Any, drop: Drop = F.dropout) -> tuple[Tensor, ...]:
-    """``torch.gru``; packed sequences (a tensor of batch sizes comes second) are left to torch.
-    ``drop(x, p)`` is the dropout between layers."""
-    if args[1].dtype == torch.int64:
-        return torch.gru(*args)
-    x, state, *rest = args
-    return _recurrence(_gru_layer, x, [state], *rest, drop=drop)
+    """``torch.gru``, as `lstm`."""
+    return _of_one_state(torch.gru, _gru_layer, args, drop)
+
+
+def rnn_tanh(*args: Any, drop: Drop = F.dropout) -> tuple[Tensor, ...]:
+    """``torch.rnn_tanh``, as `lstm`."""
+    return _of_one_state(torch.rnn_tanh, _rnn_layer(relu=False), args, drop)
+
+
+def rnn_relu(*args: Any, drop: Drop = F.dropout) -> tuple[Tensor, ...]:
+    """``torch.rnn_relu``, as `lstm`."""
+    return _of_one_state(torch.rnn_relu, _rnn_layer(relu=True), args, drop)

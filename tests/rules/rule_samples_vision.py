@@ -297,3 +297,48 @@ def gru_backward(d: Draw, target: Any) -> Call:
 @sample(aten.bucketize.Tensor)
 def bucketize(d: Draw, target: Any) -> Call:
     return (d.real(d.shape()), d.real([d.size()]).sort()[0]), d.pick([{}, {"right": True}])
+
+
+@sample(own.rnn.default)
+def rnn(d: Draw, target: Any) -> Call:
+    gates, state, weight = _recurrence(d, 1)
+    return (gates, state, weight, d.flag(), d.flag()), {}
+
+
+@sample(own.rnn_backward.default)
+def rnn_backward(d: Draw, target: Any) -> Call:
+    (gates, h0, weight, relu, reverse), _ = rnn(d, target)
+    out = own.rnn.default(gates, h0, weight, relu, reverse)
+    return (d.real(out.shape), out, weight, relu, reverse), {}
+
+
+@sample(aten._cdist_forward.default)
+def cdist(d: Draw, target: Any) -> Call:
+    outer, features = d.shape(high=2, empty=False), d.size(empty=False)
+    first, second = [*outer, d.size(empty=False), features], [*outer, d.size(empty=False), features]
+    return (d.real(first), d.real(second), d.pick([1.0, 2.0, 3.0]), None), {}
+
+
+@sample(aten._cdist_backward.default)
+def cdist_backward(d: Draw, target: Any) -> Call:
+    (first, second, p, _), _ = cdist(d, target)
+    distances = aten._cdist_forward.default(first, second, p, None)
+    return (d.real(distances.shape), first, second, p, distances), {}
+
+
+@sample(aten.vdot.default)
+def vdot(d: Draw, target: Any) -> Call:
+    size = d.size()
+    return (d.real([size]), d.real([size])), {}
+
+
+@sample(aten.norm.ScalarOpt_dim)
+def norm(d: Draw, target: Any) -> Call:
+    shape = d.shape(low=1)
+    return (d.real(shape), 2, d.dims(shape), d.flag()), {}
+
+
+@sample(aten.unsafe_split.Tensor)
+def unsafe_split(d: Draw, target: Any) -> Call:
+    shape = d.shape(low=1, empty=False)
+    return (d.real(shape), d.integer(1, 4), d.dim(shape)), {}

@@ -43,8 +43,35 @@ def bmm(call: OpCall) -> Rule:
     return rule(call, "b m k, b k n -> b m n", reduced={"k": "sum"}, linear=linear_args(call, (0,), (1,)))
 
 
-@register(aten.dot.default)
-def dot(call: OpCall) -> Rule:
+@register(aten._cdist_forward.default)
+def cdist(call: OpCall) -> Rule:
+    """(x1 [..., P, M], x2 [..., R, M], p, mode) -> distances [..., P, R]"""
+    outer = names("b", len(call.results[0].shape) - 2)
+    return make_rule(call, [(*outer, ("p",), ()), (*outer, ("r",), ())], [(*outer, ("p",), ("r",))])
+
+
+@register(aten._cdist_backward.default)
+def cdist_backward(call: OpCall) -> Rule:
+    """(grad, x1, x2, p, distances) -> gradient of x1"""
+    outer = names("b", len(call.results[0].shape) - 2)
+    first, distances = (*outer, ("p",), ()), (*outer, ("p",), ("r",))
+    return make_rule(
+        call,
+        [distances, first, (*outer, ("r",), ()), distances],
+        [first],
+        reduced={"r": "sum"},
+        linear=linear_args(call, (0,)),
+        # torch 2.13 reads the distances as if they were contiguous
+        localize=lambda local: local.default(
+            **{f"arg{p}": local.emit(aten.contiguous.default, local.substitute(call.args[p])) for p in (0, 1, 2, 4)}
+        ),
+    )
+
+
+@register(aten.dot.default, aten.vdot.default)
+def dot(call: OpCall) -> Rule | None:
+    if call.results[0].dtype.is_complex:
+        return None
     return rule(call, "k, k -> ", reduced={"k": "sum"}, linear=linear_args(call, (0,), (1,)))
 
 

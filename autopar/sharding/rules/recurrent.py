@@ -37,3 +37,15 @@ def gru(call: OpCall) -> Rule:
 def gru_backward(call: OpCall) -> Rule:
     """(grad_out, active, out, h0, weight, reverse) -> gradients of gates, of the states' part in them, and of h0"""
     return rule(call, "_ b _, _ b _, _ b _, b _, _ _ -> _ b _, _ b _, b _", linear=linear_args(call, (0,)))
+
+
+@register(own.rnn.default)
+def rnn(call: OpCall) -> Rule:
+    """(gates, h0, weight, relu, reverse) -> outputs"""
+    return rule(call, "_ b _, b _, _ _ -> _ b _")
+
+
+@register(own.rnn_backward.default)
+def rnn_backward(call: OpCall) -> Rule:
+    """(grad_out, out, weight, relu, reverse) -> gradients of gates and h0"""
+    return rule(call, "_ b _, _ b _, _ _ -> _ b _, b _", linear=linear_args(call, (0,)))

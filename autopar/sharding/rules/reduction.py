@@ -19,7 +19,10 @@ _OVER_ALL = (
     aten.prod.default,
     aten.sum.default,
 )
-_DIM_POSITION = {aten.linalg_vector_norm.default: 2}  # of the others it is the second argument
+_DIM_POSITION = {
+    aten.linalg_vector_norm.default: 2,
+    aten.norm.ScalarOpt_dim: 2,
+}  # of the others it is the second argument
 
 
 def _reduced_dims(call: OpCall) -> tuple[int, ...]:
@@ -56,6 +59,7 @@ def _reduction(call: OpCall, operation: str | None, *, linear: bool = False, loc
     aten.logsumexp.default,
     aten.max.dim,
     aten.min.dim,
+    aten.norm.ScalarOpt_dim,
     aten.prod.default,
     aten.prod.dim_int,
     aten.std.correction,

@@ -213,7 +213,7 @@ def _all_operands(call: OpCall) -> list[tuple[int, ...]]:
     return [tuple(range(len(call.operands)))] if floating else []
 
 
-@register(aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default)
+@register(aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor)
 def split(call: OpCall) -> Rule:
     dim = call.argument(2, "dim", 0) % len(call.operands[0].shape)
     return dim_by_dim(call, [dim], linear=linear_args(call, (0,)))
