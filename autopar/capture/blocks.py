@@ -118,13 +118,18 @@ def block_classes(graph: fx.Graph, skip: Collection[Any] = ()) -> tuple[BlockCla
     )
 
 
+def _same_call(node: fx.Node, first: fx.Node) -> bool:
+    number = stream_argument(node.target)
+    return number is None or node.args[number] == first.args[number]
+
+
 def first_of(classes: Iterable[BlockClass]) -> dict[fx.Node, fx.Node]:
     """For the nodes of all blocks but the first of their class the counterpart there, where it is the same call: random
-    operators, which are numbered, are left out."""
+    operators with numbers of their own are left out."""
     return {
         node: first
         for c in classes
         for nodes in c.nodes[1:]
         for node, first in zip(nodes, c.nodes[0], strict=True)
-        if stream_argument(node.target) is None
+        if _same_call(node, first)
     }
