@@ -15,8 +15,8 @@ from autopar.capture.graph import Captured
 from autopar.plan import Plan
 from autopar.runtime.batches import Fallback
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.operators import Operator, Operators
-from autopar.solver.carry import lost_choices
+from autopar.sharding.operators import Operators
+from autopar.solver.carry import Lost, lost_choices
 from autopar.solver.spmd import read
 
 
@@ -39,9 +39,9 @@ def fallbacks(
     if not lost:
         return ()
     dim_of = _dim_of(captured)
-    found: dict[tuple[str, int | None], list[Operator]] = defaultdict(list)
-    for op, axis, factor in lost:
-        found[axis, dim_of(op.node, factor)].append(op)
+    found: dict[tuple[str, int | None], list[Lost]] = defaultdict(list)
+    for each in lost:
+        found[each.axis, dim_of(each.operator.node, each.factor)].append(each)
     for axis, dim in [kind for kind in found if kind[1] is None]:
         # rules do not follow dims of size 1 everywhere: such operators count with the others that the axis lost
         if (traced := next((kind for kind in found if kind[0] == axis and kind[1] is not None), None)) is not None:
@@ -50,12 +50,12 @@ def fallbacks(
     return tuple(
         Fallback(
             axis,
-            plan.mesh.degree(axis),
             dim,
             _inputs_with(captured, names, dim),
-            sum(op.flops for op in ops if _is_whole(op, axis, assignment)) / flops,
+            max(each.multiple for each in kind),
+            sum(each.operator.flops for each in kind if _is_whole(each, assignment)) / flops,
         )
-        for (axis, dim), ops in found.items()
+        for (axis, dim), kind in found.items()
     )
 
 
@@ -64,6 +64,6 @@ def _inputs_with(captured: Captured, names: list[str], dim: int | None) -> tuple
     return tuple((n, s[dim]) for n, s in zip(names, shapes, strict=True) if dim is not None and len(s) > dim)
 
 
-def _is_whole(op: Operator, axis: str, assignment: Assignment) -> bool:
-    """Whether every rank of ``axis`` does all of an operator's work."""
-    return assignment.strategies[op.node][assignment.mesh.names.index(axis)].factor is None
+def _is_whole(lost: Lost, assignment: Assignment) -> bool:
+    """Whether every rank of the axis does all of the operator's work."""
+    return assignment.strategies[lost.operator.node][assignment.mesh.names.index(lost.axis)].factor is None

@@ -43,7 +43,7 @@ def test_the_plans_own_shapes_lose_nothing(model: Any, plan: Plan) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_batch_that_does_not_divide_loses_dp_and_keeps_tp(model: Any, plan: Plan, batch: int) -> None:
     found = made(model, plan, batch, 8)
-    assert found.fallbacks == (Fallback("dp", 2, 0, (("input_ids", batch), ("labels", batch)), 1.0),)
+    assert found.fallbacks == (Fallback("dp", 0, (("input_ids", batch), ("labels", batch)), 2, 1.0),)
     choices = operator_choices(found.operators, found.assignment)
     assert {c["dp"] for c in choices.values()} == {"-"}
     wanted = {key: choice["tp"] for key, choice in plan.operators.items()}
@@ -51,22 +51,32 @@ def test_a_batch_that_does_not_divide_loses_dp_and_keeps_tp(model: Any, plan: Pl
 
 
 def test_the_words_name_the_input_and_what_to_do() -> None:
-    fallback = Fallback("dp", 4, 0, (("input_ids", 6), ("labels", 6)), 0.9)
-    assert str(fallback) == (
-        "dim 0 of input_ids (6), labels (6) does not divide over dp=4 as the plan splits it: 90% of the FLOPs run "
-        "replicated over dp for this batch; results are the same. To split the work, make the dim a multiple of 4 "
-        "(drop_last=True in the DataLoader, or pad the batch)."
+    assert str(Fallback("dp", 0, (("input_ids", 6), ("labels", 6)), 4, 0.9)) == (
+        "dim 0 of input_ids (6), labels (6) is not a multiple of 4 and cannot be split over dp as planned: 90% of the "
+        "FLOPs run replicated over dp for this batch; results are the same. To split that work, drop the last batch "
+        "(drop_last=True in the DataLoader), or pad to a multiple of 4."
     )
-    assert "sizes of the model do not divide over tp=2" in str(Fallback("tp", 2, None, (), 0.1))
+    assert str(Fallback("tp", 1, (("x", 7),), 2, 0.1)).endswith("To split that work, pad to a multiple of 2.")
+    assert "a size of the model is not a multiple of 2" in str(Fallback("tp", None, (), 2, 0.1))
+
+
+def test_a_dim_that_two_axes_split_has_to_divide_by_both() -> None:
+    """Attention with 3 heads on dp=2, tp=2 splits the batch on both axes."""
+    odd = llama(num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
+    plan = autopar.plan(odd, "cpu:4", hints=Hints(dp=2, tp=2), example_inputs=tokens(4, 8))
+    assert {"dp": "b", "tp": "b"} in plan.operators.values()
+    (found,) = made(odd, plan, 6, 8).fallbacks
+    assert (found.axis, found.dim, found.multiple, found.inputs[0]) == ("tp", 0, 4, ("input_ids", 6))
+    assert 0 < found.replicated < 0.1  # attention alone: the matrix products have weights to split
 
 
 def test_each_kind_of_fallback_is_told_once() -> None:
     told: set[tuple[str, int | None]] = set()
     what = [("dp", 0, 3), ("dp", 0, 1), ("tp", 1, 5)]
-    kinds = [Fallback(axis, 2, dim, (("x", size),), 1.0) for axis, dim, size in what]
+    kinds = [Fallback(axis, dim, (("x", size),), 2, 1.0) for axis, dim, size in what]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_of(kinds, told)
+        warn_of([*kinds, Fallback("tp", 2, (("x", 7),), 2, 0.0)], told)  # the last repeats no work
         warn_of(kinds, told)
     assert [str(w.message) for w in caught] == [str(kinds[0]), str(kinds[2])]
 

@@ -22,25 +22,27 @@ class Fallback:
     """Heavy operators that the plan splits over ``axis`` along ``dim`` of the inputs, which does not divide here.
 
     ``dim`` is None where no dim of an input is to blame (a smaller model). ``inputs`` are the inputs that have the dim,
-    with its size; ``replicated`` is the share of all FLOPs that every rank of the axis now repeats.
+    with its size, which would have to be a ``multiple``; ``replicated`` is the share of all FLOPs that every rank of
+    the axis now repeats.
     """
 
     axis: str
-    degree: int
     dim: int | None
     inputs: tuple[tuple[str, int], ...]
+    multiple: int
     replicated: float
 
     def __str__(self) -> str:
-        now = f"{self.replicated:.0%} of the FLOPs run replicated over {self.axis} for this batch; results are the same"
-        if self.dim is None:
-            return f"sizes of the model do not divide over {self.axis}={self.degree} as the plan splits them: {now}."
         where = ", ".join(f"{name} ({size})" for name, size in self.inputs)
-        change = "drop_last=True in the DataLoader, or pad the batch" if self.dim == 0 else "pad the batch"
-        return (
-            f"dim {self.dim} of {where} does not divide over {self.axis}={self.degree} as the plan splits it: {now}. "
-            f"To split the work, make the dim a multiple of {self.degree} ({change})."
+        what = "a size of the model" if self.dim is None else f"dim {self.dim} of {where}"
+        text = (
+            f"{what} is not a multiple of {self.multiple} and cannot be split over {self.axis} as planned: "
+            f"{self.replicated:.0%} of the FLOPs run replicated over {self.axis} for this batch; results are the same."
         )
+        if self.dim is None:
+            return text
+        drop = "drop the last batch (drop_last=True in the DataLoader), or " if self.dim == 0 else ""
+        return f"{text} To split that work, {drop}pad to a multiple of {self.multiple}."
 
 
 def _named_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
@@ -59,10 +61,10 @@ def input_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
 
 
 def warn_of(fallbacks: Iterable[Fallback], told: set[tuple[str, int | None]]) -> None:
-    """Warn of each kind of fallback (axis and dim) that is not in ``told``, and put it there."""
+    """Warn of each kind of fallback (axis and dim) that repeats work and is not in ``told``, and put it there."""
     for fallback in fallbacks:
         kind = (fallback.axis, fallback.dim)
-        if kind not in told:
+        if kind not in told and fallback.replicated > 0:
             told.add(kind)
             warnings.warn(str(fallback), UserWarning, stacklevel=2)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -93,14 +93,27 @@ def operator_pin(
     return pin
 
 
-def lost_choices(operators: Operators, plan: Plan) -> list[tuple[Operator, str, str]]:
-    """What ``plan`` splits and these shapes do not divide: heavy operators, each with the axis and the factor."""
-    return [
-        (operators.by_node[node], axis, factor)
-        for node, choice in _chosen(operators, plan.operators).items()
-        for axis, factor in choice.items()
-        if axis not in _fitting(operators.by_node[node], choice, plan.mesh)
-    ]
+@dataclass(frozen=True)
+class Lost:
+    """A heavy operator whose ``factor`` a plan splits over ``axis``, which here does not divide; to keep all that the
+    plan splits, the factor would have to be a ``multiple``."""
+
+    operator: Operator
+    axis: str
+    factor: str
+    multiple: int
+
+
+def lost_choices(operators: Operators, plan: Plan) -> list[Lost]:
+    """What ``plan`` splits and these shapes do not divide."""
+    mesh, found = plan.mesh, []
+    for node, choice in _chosen(operators, plan.operators).items():
+        fitting = _fitting(operators.by_node[node], choice, mesh)
+        for axis, factor in choice.items():
+            if axis not in fitting:
+                multiple = math.prod(mesh.degree(other) for other, split in choice.items() if split == factor)
+                found.append(Lost(operators.by_node[node], axis, factor, multiple))
+    return found
 
 
 def storage_of(plan: Plan) -> Callable[[str], Layout | None]:

@@ -57,7 +57,7 @@ def noted() -> Iterator[list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield texts
-    texts += [str(w.message) for w in caught if w.category is UserWarning and "divide" in str(w.message)]
+    texts += [str(w.message) for w in caught if w.category is UserWarning and "multiple" in str(w.message)]
 
 
 def refused(text: str, act: Callable[[], object]) -> None:
@@ -80,7 +80,7 @@ def ragged() -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    batch_dim = [t for t in texts if t.startswith("dim 0 of input_ids (3), labels (3) does not divide over dp=2")]
+    batch_dim = [t for t in texts if t.startswith("dim 0 of input_ids (3), labels (3) is not a multiple of 2")]
     assert len(batch_dim) == (dist.get_rank() == 0), texts
     assert all("drop_last=True" in t and "100% of the FLOPs run replicated over dp" in t for t in batch_dim)
     assert len(texts) <= 2 * (dist.get_rank() == 0), texts
