@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -141,7 +142,7 @@ class ViT(nn.Module):
         self.token = nn.Parameter(torch.randn(1, 1, hidden))
         self.position = nn.Parameter(torch.randn(1, (size // patch) ** 2 + 1, hidden))
         layer = nn.TransformerEncoderLayer(hidden, heads, 2 * hidden, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.ModuleList(layer if i == 0 else _copy(layer) for i in range(layers))
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, CLASSES)
 
     def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -152,12 +153,6 @@ class ViT(nn.Module):
             x = layer(x)
         logits = self.head(self.norm(x)[:, 0])
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
-def _copy(layer: nn.TransformerEncoderLayer) -> nn.Module:
-    import copy
-
-    return copy.deepcopy(layer)
 
 
 class Tagger(nn.Module):
@@ -225,9 +220,9 @@ def _images_alone() -> Batch:
     return {"images": image_batch(16)["images"]}
 
 
-#: ResNet-50 with its batch norm in training mode, then in evaluation mode, by `Case.build` below.
-RESNET50 = Case("resnet50", seeded(lambda: ResNet(norm=untracked)), image_batch)
-RESNET = Case("resnet", seeded(lambda: ResNet((1, 1, 1, 1), norm=untracked)), image_batch)
+#: Images of 64, so that the last stage has a few samples a channel to normalise.
+RESNET50 = Case("resnet50", seeded(lambda: ResNet(norm=untracked)), lambda: image_batch(64))
+RESNET = Case("resnet", seeded(lambda: ResNet((1, 1, 1, 1), norm=untracked)), lambda: image_batch(64))
 UNET = Case("unet", seeded(UNet), lambda: image_batch(16))
 MOBILENET = Case("mobilenet", seeded(MobileNet), _images_alone)
 VIT = Case("vit", seeded(ViT), image_batch)
