@@ -123,16 +123,9 @@ def llama(heads: int = 8, kv_heads: int = 4, hidden: int = 32, ffn: int = 64, la
     )
 
 
-def right_padded_batch() -> Batch:
-    """`causal_batch` without its padding on the left."""
-    batch = causal_batch()
-    batch["attention_mask"][2] = 1
-    return batch
-
-
 def gpt2(implementation: str = "sdpa") -> nn.Module:
     """GPT-2 with every dropout on. With ``implementation="eager"`` the reference is transformers' written-out
-    attention, in which a query that may attend nothing attends everything; under "sdpa", as in autopar, it gives 0."""
+    attention, in which a query that may attend nothing attends everything; under "sdpa" it gives 0."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
@@ -255,7 +248,7 @@ LLAMA = Case("llama", seeded(llama), causal_batch)
 #: SmolLM2's proportions: 9 heads, 3 KV heads, a hidden size of 9 x 8. No degree but 3 divides its heads.
 SMOLLM2 = Case("smollm2", seeded(lambda: llama(heads=9, kv_heads=3, hidden=72, ffn=192)), causal_batch)
 GPT2 = Case("gpt2", seeded(gpt2), causal_batch)
-GPT2_EAGER = Case("gpt2-eager", seeded(lambda: gpt2("eager")), right_padded_batch)
+GPT2_EAGER = Case("gpt2-eager", seeded(lambda: gpt2("eager")), causal_batch)
 BERT = Case("bert", seeded(bert), masked_batch)
 PERCEPTRON = Case("mlp", seeded(MLP), mlp_batch)
 WRITTEN_OUT = Case("written-out", seeded(lambda: Transformer(fused=False, dropout=0.0)), plain_batch)
