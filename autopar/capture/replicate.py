@@ -196,7 +196,9 @@ def _check_template(trace: _Trace, template: _Template, before: _Block) -> None:
     through = [n for n in (template.leaves, template.gradient_leaves) if n is not None]
     _require(all(n in nodes and _opaque(n) for n in through), f"{block.path} is not apart from its neighbours")
     inside = nodes | {output}
-    _require(all(user in inside for n in block.held.values() for user in n.users), f"others read what {block.path} holds")
+    _require(
+        all(user in inside for n in block.held.values() for user in n.users), f"others read what {block.path} holds"
+    )
     plain = set(output.args[0][: output.meta["plain"]])  # type: ignore[index,arg-type]
     gradients = set(block.gradients.values())
     for node in nodes:

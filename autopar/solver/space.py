@@ -247,7 +247,7 @@ class SpaceBuilder:
     # -- operators --------------------------------------------------------------------------------------------------
 
     def _by_option(self, op: Operator, result: bool, index: int) -> tuple[Layout, ...]:
-        """The layouts of a result or an operand of a decided operator by option; one tuple for all blocks of a class."""
+        """The layouts of a result or operand of a decided operator by option; one tuple for all blocks of a class."""
         chosen = self.space.of_node[op.node][1]
         key = (id(op.rule), id(chosen), result, index)
         if key not in self.offers:
@@ -381,7 +381,7 @@ class SpaceBuilder:
         return options if isinstance(options, tuple) else self.tuples.setdefault(id(options), tuple(options))
 
     def _flow(self, offer: tuple[int, Sequence[Layout]], want: tuple[int, Sequence[Layout]], spec: TensorSpec) -> None:
-        """Count a flow. Options are told apart by identity, which they share where blocks do: to compare them one by one
+        """Count a flow. Options are told apart by identity, which blocks share: to compare them one by one
         for every tensor of every block would take longer than all the rest."""
         offered, wanted = self._tuple(offer[1]), self._tuple(want[1])
         self.tuples[id(offered)], self.tuples[id(wanted)] = offered, wanted
