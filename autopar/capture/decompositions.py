@@ -69,6 +69,17 @@ def _nll_loss_backward(
     return torch.where(classes == safe.unsqueeze(dim), column, 0.0)
 
 
+def _convolution_backward(grad: Tensor, *args: Any) -> Any:
+    """The bias's gradient as a sum of its own: it needs neither input nor weight, and 16-bit sums can be widened."""
+    *rest, mask = args
+    if not mask[2]:
+        return NotImplemented  # the operator as it is
+    total = grad.sum([0, *range(2, grad.dim())])
+    if not any(mask[:2]):
+        return None, None, total
+    return (*aten.convolution_backward.default(grad, *rest, [*mask[:2], False])[:2], total)
+
+
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """The table given to AOTAutograd. Composites with good rules of their own (layer norm, softmax, activations and
     their backwards, embeddings) are left whole."""
@@ -115,6 +126,7 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     table.update(
         {
             aten._log_softmax.default: _log_softmax,
+            aten.convolution_backward.default: _convolution_backward,
             aten._log_softmax_backward_data.default: _log_softmax_backward,
             aten.nll_loss_forward.default: _nll_loss_forward,
             aten.nll_loss_backward.default: _nll_loss_backward,

@@ -18,6 +18,11 @@ def _steps(count: int, reverse: bool) -> list[int]:
     return list(range(count))[::-1] if reverse else list(range(count))
 
 
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """For what is carried from step to step: 16-bit numbers would be rounded in every one."""
+    return [t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors]
+
+
 def _previous(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
     """[T, B, H]: the state that each step starts from."""
     parts = [states[1:], first[None]] if reverse else [first[None], states[:-1]]
@@ -54,9 +59,9 @@ def lstm(gates: Tensor, h0: Tensor, c0: Tensor, weight: Tensor, reverse: bool) -
     _check("lstm", gates, h0, weight, 4)
     out, cells = gates.new_empty((*gates.shape[:2], h0.shape[1])), gates.new_empty((*gates.shape[:2], h0.shape[1]))
     active = gates.new_empty(gates.shape)
-    h, c = h0, c0
+    steps, h, c, weight = _wide(gates, h0, c0, weight)
     for t in _steps(gates.shape[0], reverse):
-        i, f, g, o = torch.addmm(gates[t], h, weight.t()).chunk(4, 1)
+        i, f, g, o = torch.addmm(steps[t], h, weight.t()).chunk(4, 1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
         c = f * c + i * g
         h = o * c.tanh()
@@ -78,18 +83,19 @@ def lstm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``gates`` [T, B, 4 * H], h0 and c0 [B, H], by those of outputs and cells."""
     grad_gates = active.new_empty(active.shape)
-    before = _previous(cells, c0, reverse)
-    dh, dc = torch.zeros_like(c0), torch.zeros_like(c0)
+    active, cells, c, weight = _wide(active, cells, c0, weight)
+    before = _previous(cells, c, reverse)
+    dh, dc = torch.zeros_like(c), torch.zeros_like(c)
     for t in _steps(active.shape[0], not reverse):
         i, f, g, o = active[t].chunk(4, 1)
         squashed = cells[t].tanh()
         dh = dh + grad_out[t]
         dc = dc + grad_cells[t] + dh * o * (1 - squashed * squashed)
-        grad_gates[t] = torch.cat(
+        step = torch.cat(
             [dc * g * i * (1 - i), dc * before[t] * f * (1 - f), dc * i * (1 - g * g), dh * squashed * o * (1 - o)], 1
         )
-        dh, dc = grad_gates[t] @ weight, dc * f
-    return grad_gates, dh, dc
+        grad_gates[t], dh, dc = step, step @ weight, dc * f
+    return grad_gates, dh.to(c0.dtype), dc.to(c0.dtype)
 
 
 @lstm_backward.register_fake
@@ -135,9 +141,9 @@ def gru(gates: Tensor, h0: Tensor, weight: Tensor, bias: Tensor, reverse: bool) 
     """
     _check("gru", gates, h0, weight, 3)
     out, active = gates.new_empty((*gates.shape[:2], h0.shape[1])), gates.new_empty(_gru_active(gates, h0))
-    h = h0
+    steps, h, weight, bias = _wide(gates, h0, weight, bias)
     for t in _steps(gates.shape[0], reverse):
-        (xr, xz, xn), (hr, hz, hn) = gates[t].chunk(3, 1), torch.addmm(bias, h, weight.t()).chunk(3, 1)
+        (xr, xz, xn), (hr, hz, hn) = steps[t].chunk(3, 1), torch.addmm(bias, h, weight.t()).chunk(3, 1)
         r, z = (xr + hr).sigmoid(), (xz + hz).sigmoid()
         n = (xn + r * hn).tanh()
         h = n + z * (h - n)
@@ -163,16 +169,18 @@ def gru_backward(
     """Gradients of ``gates`` [T, B, 3 * H], of what the states contribute to them [T, B, 3 * H], and of h0 [B, H]."""
     shape = (*out.shape[:2], 3 * out.shape[2])
     grad_gates, grad_hidden = out.new_empty(shape), out.new_empty(shape)
-    before = _previous(out, h0, reverse)
-    dh = torch.zeros_like(h0)
+    active, out, h, weight = _wide(active, out, h0, weight)
+    before = _previous(out, h, reverse)
+    dh = torch.zeros_like(h)
     for t in _steps(out.shape[0], not reverse):
         r, z, n, hn = active[t].chunk(4, 1)
         dh = dh + grad_out[t]
         dn = dh * (1 - z) * (1 - n * n)
         dr, dz = dn * hn * r * (1 - r), dh * (before[t] - n) * z * (1 - z)
-        grad_gates[t], grad_hidden[t] = torch.cat([dr, dz, dn], 1), torch.cat([dr, dz, dn * r], 1)
-        dh = dh * z + grad_hidden[t] @ weight
-    return grad_gates, grad_hidden, dh
+        hidden = torch.cat([dr, dz, dn * r], 1)
+        grad_gates[t], grad_hidden[t] = torch.cat([dr, dz, dn], 1), hidden
+        dh = dh * z + hidden @ weight
+    return grad_gates, grad_hidden, dh.to(h0.dtype)
 
 
 @gru_backward.register_fake
@@ -218,9 +226,10 @@ def rnn(gates: Tensor, h0: Tensor, weight: Tensor, relu: bool, reverse: bool) ->
         ValueError: shapes that do not fit together.
     """
     _check("rnn", gates, h0, weight, 1)
-    out, h = gates.new_empty(gates.shape), h0
+    out = gates.new_empty(gates.shape)
+    steps, h, weight = _wide(gates, h0, weight)
     for t in _steps(gates.shape[0], reverse):
-        h = torch.addmm(gates[t], h, weight.t())
+        h = torch.addmm(steps[t], h, weight.t())
         h = h.relu() if relu else h.tanh()
         out[t] = h
     return out
@@ -235,12 +244,14 @@ def _(gates: Tensor, h0: Tensor, weight: Tensor, relu: bool, reverse: bool) -> T
 @torch.library.custom_op("autopar::rnn_backward", mutates_args=())
 def rnn_backward(grad_out: Tensor, out: Tensor, weight: Tensor, relu: bool, reverse: bool) -> tuple[Tensor, Tensor]:
     """Gradients of ``gates`` [T, B, H] and h0 [B, H]."""
-    grad_gates, dh = out.new_empty(out.shape), out.new_zeros(out.shape[1:])
+    grad_gates = out.new_empty(out.shape)
+    out, weight = _wide(out, weight)
+    dh = torch.zeros_like(out[0])
     for t in _steps(out.shape[0], not reverse):
         dh = dh + grad_out[t]
-        grad_gates[t] = torch.where(out[t] > 0, dh, 0.0) if relu else dh * (1 - out[t] * out[t])
-        dh = grad_gates[t] @ weight
-    return grad_gates, dh
+        step = torch.where(out[t] > 0, dh, 0.0) if relu else dh * (1 - out[t] * out[t])
+        grad_gates[t], dh = step, step @ weight
+    return grad_gates, dh.to(grad_gates.dtype)
 
 
 @rnn_backward.register_fake
