@@ -13,20 +13,22 @@ import torch
 from torch import Tensor
 
 from autopar._compat import get_decompositions
-from autopar.capture.normalization import normalization_table
+from autopar.capture.normalization import normalization_table, widened
 
 aten = torch.ops.aten
 
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    if half_to_float:
-        x = x.float()
-    shifted = x - x.amax(dim, keepdim=True)
-    return shifted - shifted.exp().sum(dim, keepdim=True).log()
+    """In float32 for 16-bit numbers, as in eager, and rounded at the end."""
+    wide = widened(x)
+    shifted = wide - wide.amax(dim, keepdim=True)
+    found = shifted - shifted.exp().sum(dim, keepdim=True).log()
+    return found if half_to_float else found.to(x.dtype)
 
 
 def _log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
-    return (grad - output.exp() * grad.sum(dim, keepdim=True)).to(input_dtype)
+    wide = widened(grad)
+    return (wide - widened(output).exp() * wide.sum(dim, keepdim=True)).to(input_dtype)
 
 
 def _classes_dim(x: Tensor) -> int:
@@ -47,8 +49,9 @@ def _nll_loss_forward(
     losses = torch.where(counts, losses, 0.0)
     if reduction == 0:
         return losses, x.new_zeros(())
-    total = (counts.to(x.dtype) if weight is None else torch.where(counts, weight[safe], 0.0)).sum()
-    return (losses.sum() / total if reduction == 1 else losses.sum()), total
+    losses = widened(losses)  # in bf16 a sum of some hundred tokens, or their number, would be rounded
+    total = (counts.to(losses.dtype) if weight is None else torch.where(counts, widened(weight)[safe], 0.0)).sum()
+    return (losses.sum() / total if reduction == 1 else losses.sum()).to(x.dtype), total
 
 
 def _nll_loss_backward(
@@ -66,7 +69,7 @@ def _nll_loss_backward(
     scale = -grad / total_weight if reduction == 1 else -grad
     column = torch.where(counts, scale if weight is None else scale * weight[safe], 0.0).unsqueeze(dim)
     classes = torch.arange(x.shape[dim], device=x.device).view([-1] + [1] * (x.dim() - 1 - dim))
-    return torch.where(classes == safe.unsqueeze(dim), column, 0.0)
+    return torch.where(classes == safe.unsqueeze(dim), column, 0.0).to(x.dtype)
 
 
 def _convolution_backward(grad: Tensor, *args: Any) -> Any:

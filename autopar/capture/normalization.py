@@ -16,8 +16,8 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Statistics of 16-bit numbers are float32's, as in eager."""
+def widened(x: Tensor) -> Tensor:
+    """``x``, in float32 if it is a 16-bit number: what is summed or normalised is so in eager."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -27,7 +27,7 @@ def _variance(
     """Variance and mean over ``dim`` (None: all dims) in x's dtype; None for complex numbers."""
     if x.is_complex():
         return None
-    wide, over = _wide(x), list(range(x.dim())) if not dim else [d % x.dim() for d in dim]
+    wide, over = widened(x), list(range(x.dim())) if not dim else [d % x.dim() for d in dim]
     count = 1
     for d in over:
         count *= x.shape[d]
@@ -76,7 +76,7 @@ def _batch_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, and mean, reciprocal deviation and variance [C] of the batch ``x`` [N, C, ...]."""
     over, shape = _channels(x)
-    wide = _wide(x)
+    wide = widened(x)
     mean = wide.mean(over)
     centered = wide - mean.view(shape)
     variance = centered.square().mean(over)
@@ -122,7 +122,7 @@ def _evaluation(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    centered = _wide(x) - running_mean.view(_channels(x)[1])
+    centered = widened(x) - running_mean.view(_channels(x)[1])
     out = _scaled(x, centered, (running_var + eps).rsqrt(), weight, bias)
     return out, x.new_empty(0), x.new_empty(0)  # the batch has no statistics of interest
 
@@ -147,8 +147,8 @@ def _backward(
     else:
         assert running_mean is not None and running_var is not None
         mean, rstd = running_mean, (running_var + eps).rsqrt()
-    wide = _wide(grad)
-    normal = (_wide(x) - mean.view(shape)) * rstd.view(shape)
+    wide = widened(grad)
+    normal = (widened(x) - mean.view(shape)) * rstd.view(shape)
     total, along = wide.sum(over), (wide * normal).sum(over)
     grad_input = None
     if output_mask[0]:
@@ -167,14 +167,14 @@ def _backward(
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
     """``v`` scaled to the norms ``g`` (size 1 in all dims but ``dim``), and the norms that it had."""
-    norms = _wide(v).square().sum([d for d in range(v.dim()) if d != dim], keepdim=True).sqrt()
+    norms = widened(v).square().sum([d for d in range(v.dim()) if d != dim], keepdim=True).sqrt()
     return (v * (g / norms)).to(v.dtype), norms
 
 
 def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Gradients of v and g. T. Salimans, D. P. Kingma, "Weight Normalization", NIPS 2016, equation 3."""
     over = [d for d in range(v.dim()) if d != dim]
-    along = _wide(grad * v).sum(over, keepdim=True) / norms
+    along = widened(grad * v).sum(over, keepdim=True) / norms
     return (g / norms * (grad - v * (along / norms))).to(v.dtype), along.to(g.dtype)
 
 
