@@ -13,7 +13,6 @@ from torch import fx, nn
 
 import autopar
 from autopar import Cluster, Hints, Workload
-from autopar.errors import AutoparError
 from autopar.runtime.program import emit
 from autopar.runtime.verify import VerifyReport, compare
 from autopar.sharding.layout import Mesh
@@ -73,17 +72,14 @@ JUDGES = pytest.mark.parametrize("judge", [with_hints, with_strategies], ids=["h
 
 
 def run(judge: Judge, chosen: settings, start: int) -> None:
-    """No wrong number in any example, and no error but autopar's own."""
+    """No wrong number in any example, and no error."""
 
     @seed(start)
     @settings(chosen)
     @given(st.data())
     def examples(data: st.DataObject) -> None:
         found = example(data)
-        try:
-            report, decided = judge(data, found)
-        except AutoparError:
-            return
+        report, decided = judge(data, found)
         assert report.ok, f"{report}\n{found.model}\non {tuple(found.x.shape)} with {decided}"
 
     examples()
