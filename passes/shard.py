@@ -47,6 +47,7 @@ class _Emitter:
         self.mesh = assignment.mesh
         self.graph = fx.Graph()
         self.produced = result_layouts(operators, assignment)
+        self.outputs = {value_of(node) for node in captured.graph.output_node().args[0]}  # type: ignore[union-attr,arg-type]
         self.router = Router(self.mesh)
         self.nodes: dict[tuple[Value, bool | None, Layout], fx.Node] = {}
         self.meta: dict[str, Any] = {}
@@ -116,15 +117,11 @@ class _Emitter:
         index = 0
         for position, val in enumerate(vals):
             if isinstance(val, torch.Tensor):
-                if self.operators.consumers.get(Value(op.node, index)) or self._is_output(Value(op.node, index)):
+                if self.operators.consumers.get(Value(op.node, index)) or Value(op.node, index) in self.outputs:
                     self.nodes[(Value(op.node, index), None, outs[index])] = self.emit(
                         operator.getitem, result, position
                     )
                 index += 1
-
-    def _is_output(self, value: Value) -> bool:
-        outputs = self.captured.graph.output_node().args[0]
-        return any(value_of(node) == value for node in outputs)  # type: ignore[union-attr,arg-type]
 
     def sinks(self) -> tuple[list[fx.Node], list[fx.Node]]:
         results, gradients = [], []
