@@ -151,7 +151,7 @@ def test_what_float32_cannot_resolve(case: Case, layout: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_bfloat16(case: Case, layout: str) -> None:
     """In bfloat16 every tensor of a sharded run is at most 1.5 times as far from the float64 original as in the run of
-    one process; where one draw of the rounding errors does not decide, as the RMS over 16."""
+    one process; where one draw of the rounding errors does not decide, as the RMS over more."""
     report = run(case, torch.bfloat16, layout, "sgd", steps=1)
     assert report.ok, report
     assert all(g.dtype == torch.bfloat16 for g in report.gradients.values())

@@ -27,8 +27,9 @@ BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 #: How much further from a float64 run a sharded run may be than the run of one process in its own dtype.
 NOISE_FACTOR = 1.5
 #: After how many draws of the parameters noise is compared with noise: one draw scatters by factors (a ReLU that flips
-#: sign), the RMS over 16 by a tenth where a tensor has a few dozen elements, that of a scalar loss by more.
-DRAWS = (1, 16, 64)
+#: sign), the RMS over 16 by a tenth where a tensor has a few dozen elements, that of a scalar loss by more. A program
+#: that errs is off by far more than that, after any number.
+DRAWS = (1, 2, 4, 8, 16, 32, 64)
 #: An RMS error over n draws that is 1 + HOPELESS / n times what is allowed is no noise, and further draws are spared.
 HOPELESS = 100.0
 #: Share of the RMS gradient under which an element's AdamW step is noise: it divides a gradient by its own size.
