@@ -58,8 +58,12 @@ def assert_all_ok(result: subprocess.CompletedProcess[str], processes: int, name
         assert [re.match(r"ok ([^:]*)", line)[1] for line in lines[rank]] == names  # type: ignore[index]
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize(("model", "processes"), [
+    ("llama", 4),
+    ("gpt2", 2),
+    pytest.param("llama", 2, marks=pytest.mark.slow),
+    pytest.param("gpt2", 4, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_training_equals_eager(model: str, processes: int) -> None:
     """A Llama (grouped-query attention, tied embeddings, labels of -100) and a GPT-2 with dropout: loss, every gradient
     and the clipped norm of each step, and the parameters after three steps of SGD and three of AdamW, chosen freely,

@@ -17,7 +17,7 @@ LOOPS = {
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("what", LOOPS)
 def test_loops_equal_those_of_one_process(what: str, processes: int) -> None:
     """On dp=2, alone and with tp=2, under ZeRO-3."""
