@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,6 +61,8 @@ DEFAULT = {
     (torch.float64, "sgd"): ("free-4", "tp8", "dp4", "dp4-tp2", "zero3-dp2-tp4"),
     (torch.float32, "adamw"): ("free-8", "tp2", "dp2-tp2", "zero3-dp8"),
 }
+#: Where bfloat16 is measured a second time by default.
+MEASURED_AGAIN = ((LLAMA, "zero3-dp2-tp2"), (WRITTEN_OUT, "tp4"))
 NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
 
 
@@ -157,20 +160,37 @@ def test_bfloat16(case: Case, layout: str) -> None:
     assert all(g.dtype == torch.bfloat16 for g in report.gradients.values())
 
 
-@pytest.mark.parametrize("layout", ["zero3-dp2-tp2", *slow("tp4", "dp4", "dp2-tp2")])
-@pytest.mark.parametrize("case", [c for c in CASES if c is not PERCEPTRON], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param(c, to, marks=() if (c, to) in MEASURED_AGAIN else pytest.mark.slow, id=f"{c.name}-{to}")
+        for c, to in itertools.product(CASES, ("zero3-dp2-tp2", "tp4", "dp4", "dp2-tp2"))
+        if c is not PERCEPTRON
+    ],
+)
 def test_bfloat16_by_another_measure(case: Case, layout: str) -> None:
-    """The same for all gradients together, as one vector, measured here."""
-    found = run(case, torch.bfloat16, layout, "sgd", steps=1).gradients
-    _, half = eager_gradients(*case.make(torch.bfloat16))
-    model, batch = case.make(torch.bfloat16)
-    with exact_float64():
-        _, truth = eager_gradients(model.double(), batch)
+    """The same for all gradients together, as one vector, measured here; of eight models, because a ReLU that flips its
+    sign in one run and not in the other decides about a single one."""
+    squares = {"sharded": 0.0, "eager": 0.0}
+    for number in range(8):
+        build = functools.partial(other_weights, case, number)
+        found = run(replace(case, build=build), torch.bfloat16, layout, "sgd", steps=1).gradients
+        model, batch = build().to(torch.bfloat16), case.batch()
+        _, half = eager_gradients(model, batch)
+        with exact_float64():
+            _, truth = eager_gradients(model.double(), batch)
+        for name, gradients in (("sharded", found), ("eager", half)):
+            squares[name] += float(sum((gradients[n].double() - g).square().sum() for n, g in truth.items()))
+    assert squares["sharded"] <= 1.5**2 * squares["eager"]
 
-    def error(gradients: dict[str, Tensor]) -> float:
-        return float(sum((gradients[n].double() - g).square().sum() for n, g in truth.items())) ** 0.5
 
-    assert error(found) <= 1.5 * error(half)
+def other_weights(case: Case, number: int) -> nn.Module:
+    """The model of a case with other weights."""
+    model, generator = case.build(), torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + 0.1 * torch.randn(p.shape, generator=generator))
+    return model
 
 
 class Counting(nn.Module):
