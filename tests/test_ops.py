@@ -21,7 +21,8 @@ from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors
 from autopar.ops.attention import attention
 from autopar.ops.attention_kernels import Call, cuda_backward, cuda_forward
 from autopar.ops.coordinates import starts
-from autopar.ops.dropout import active_dropout, counter_dropout, dropout, keep_mask
+from autopar.ops.dropout import active_dropout, counter_dropout, dropout
+from autopar.ops.mask import keep_mask
 from autopar.ops.sdpa import scaled_dot_product_attention
 
 CPU = torch.device("cpu")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from autopar.ops import attention, coordinates, dropout, scan
 from autopar.ops.coordinates import starts
-from autopar.ops.dropout import active_dropout, counter_dropout, keep_mask
+from autopar.ops.dropout import active_dropout, counter_dropout
+from autopar.ops.mask import keep_mask
 from autopar.ops.sdpa import scaled_dot_product_attention
 
 __all__ = [

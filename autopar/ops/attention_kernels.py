@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from autopar.ops.dropout import keep_mask
+from autopar.ops.mask import keep_mask
 
 aten = torch.ops.aten
 
