@@ -264,3 +264,22 @@ def test_without_gradients_and_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     found, repeats = _captured(model, TOKENS, monkeypatch)
     assert len(repeats) == 1
     assert_equal(found, capture(model, (), TOKENS, whole=True))
+
+
+class _Normed(nn.Module):
+    """A block with buffers that its forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(x))) + x
+
+
+def test_buffers_that_blocks_change() -> None:
+    """No block loses the new values of its running statistics: such blocks are traced whole."""
+    model = nn.Sequential(OrderedDict(layers=nn.Sequential(*(_Normed() for _ in range(9))), head=nn.Linear(8, 8)))
+    changed = {output.buffer for output in capture(model, (torch.randn(8, 8),)).outputs} - {None}
+    statistics = ("running_mean", "running_var", "num_batches_tracked")
+    assert changed == {f"layers.{i}.norm.{name}" for i in range(9) for name in statistics}

@@ -188,7 +188,7 @@ VISION = (
                encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=8, max_target_positions=16, pad_token_id=0,
                bos_token_id=1, eos_token_id=2, decoder_start_token_id=3),
         audio_batch,
-        "vision",
+        "speech",
     ),
 )  # fmt: skip
 

@@ -117,20 +117,24 @@ def _above_floor(name: str, truth: Run) -> Tensor:
 class _Noise:
     """Errors of the sharded run and of the one-process run against float64, each an RMS over the draws made so far."""
 
-    def __init__(self, model: nn.Module, special: Specialization, batch: Batch) -> None:
+    def __init__(self, model: nn.Module, special: Specialization, batch: Batch, sharded: Run, eager: Run) -> None:
+        """``sharded`` and ``eager`` are the runs of the model with its own parameters, the first draw."""
         self.model, self.special, self.batch = model, special, batch
         self.draws = 0
         self.squares: tuple[dict[str, float], ...] = (defaultdict(float), defaultdict(float))
+        self._add(sharded, eager, run_exact(model, special, batch))
 
-    def draw(self) -> None:
-        """One more draw of the parameters, of which the first are the model's own."""
-        model, batch = redrawn(self.model, self.draws), replace(self.batch, draw=self.draws)
-        exact = run_exact(model, self.special, batch)
-        runs = (run_sharded(model, self.special, batch)[0], run_eager(model, self.special, batch))
-        for squares, run in zip(self.squares, runs, strict=True):
-            for name, error in _errors(run, exact, batch.optimizer).items():
+    def _add(self, sharded: Run, eager: Run, exact: Run) -> None:
+        for squares, run in zip(self.squares, (sharded, eager), strict=True):
+            for name, error in _errors(run, exact, self.batch.optimizer).items():
                 squares[name] += error * error
         self.draws += 1
+
+    def draw(self) -> None:
+        """One more draw of the parameters."""
+        model, batch = redrawn(self.model, self.draws), replace(self.batch, draw=self.draws)
+        sharded, _ = run_sharded(model, self.special, batch)
+        self._add(sharded, run_eager(model, self.special, batch), run_exact(model, self.special, batch))
 
     def errors(self) -> tuple[dict[str, float], dict[str, float]]:
         """The sharded run's errors, and what is allowed."""
@@ -140,16 +144,13 @@ class _Noise:
 
     def settle(self, names: set[str]) -> tuple[dict[str, float], dict[str, float]]:
         """`errors` after as many draws as decide about ``names``."""
-        for count in DRAWS:
-            while self.draws < count:
-                self.draw()
-                errors, allowed = self.errors()
-                worst = max(_ratio(errors[n], allowed[n]) for n in names)
-                if worst > 1.0 + HOPELESS / self.draws:
-                    return errors, allowed
-            if worst <= 1.0:
-                break
-        return errors, allowed
+        while True:
+            errors, allowed = self.errors()
+            worst = max(_ratio(errors[n], allowed[n]) for n in names)
+            decided = worst <= 1.0 and self.draws in DRAWS
+            if decided or worst > 1.0 + HOPELESS / self.draws or self.draws == DRAWS[-1]:
+                return errors, allowed
+            self.draw()
 
 
 def compare(
@@ -171,7 +172,7 @@ def compare(
     allowed = dict.fromkeys(errors, BOUNDS.get(dtype, 0.0))
     unresolved = {n for n, e in errors.items() if not e <= allowed[n]} if dtype in BOUNDS else set(errors)
     if unresolved and dtype != torch.float64:
-        noise = _Noise(model, special, batch)
+        noise = _Noise(model, special, batch, sharded, eager)
         mine, theirs = noise.settle(unresolved)
         errors |= {n: mine[n] for n in unresolved}
         allowed |= {n: theirs[n] for n in unresolved}

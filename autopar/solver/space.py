@@ -118,7 +118,7 @@ class SpaceBuilder:
         self.canon = self.space.canon
         self.groups: dict[AliasKey, list[tuple[fx.Node, int]]] = defaultdict(list)
         self.offers: dict[tuple[int, int, bool, int], tuple[Layout, ...]] = {}
-        self.tuples: dict[int, tuple[Layout, ...]] = {}
+        self.tuples: dict[int, tuple[Sequence[Layout], tuple[Layout, ...]]] = {}
         self.flows: dict[tuple[int, int, int, int, TensorSpec], int] = defaultdict(int)
         self.parameter_of = {p.placeholder: p for p in captured.parameters}
         for op in operators:
@@ -378,18 +378,24 @@ class SpaceBuilder:
         return self.space.of_node[value.node][0], self._by_option(op, True, value.index)
 
     def _tuple(self, options: Sequence[Layout]) -> tuple[Layout, ...]:
-        return options if isinstance(options, tuple) else self.tuples.setdefault(id(options), tuple(options))
+        """``options`` as one tuple for as long as they are the same object, which is kept so that no other takes its
+        identity."""
+        found = self.tuples.get(id(options))
+        if found is None:
+            whole = options if isinstance(options, tuple) else tuple(options)
+            found = self.tuples[id(options)] = (options, whole)
+            self.tuples[id(whole)] = (whole, whole)
+        return found[1]
 
     def _flow(self, offer: tuple[int, Sequence[Layout]], want: tuple[int, Sequence[Layout]], spec: TensorSpec) -> None:
         """Count a flow. Options are told apart by identity, which blocks share: to compare them one by one
         for every tensor of every block would take longer than all the rest."""
         offered, wanted = self._tuple(offer[1]), self._tuple(want[1])
-        self.tuples[id(offered)], self.tuples[id(wanted)] = offered, wanted
         self.flows[offer[0], want[0], id(offered), id(wanted), spec] += 1
 
     def _count_flows(self) -> None:
         for (source, target, offered, wanted, spec), count in self.flows.items():
-            self.space.flows[Flow(source, target, self.tuples[offered], self.tuples[wanted], spec)] += count
+            self.space.flows[Flow(source, target, self.tuples[offered][1], self.tuples[wanted][1], spec)] += count
 
     def _flows(self, op: Operator) -> None:
         d = self.space.of_node[op.node][0]
