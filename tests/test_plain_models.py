@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import plain_models
@@ -11,24 +10,14 @@ import pytest
 import torch
 from models import Case
 from plain_models import CASES, RECOMMENDER, RESNET50
+from test_parity import BOUNDS, LAYOUTS, NAMES, cluster
 from torch import nn
 
 import autopar
 from autopar import Hints, Workload
 from autopar.runtime.verify import VerifyReport
 
-BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
-NAMES = {torch.float32: "float32", torch.float64: "float64"}
 STEPS = 2
-
-LAYOUTS: dict[str, Hints] = {
-    "dp2": Hints(dp=2),
-    "dp4": Hints(dp=4),
-    "tp2": Hints(tp=2),
-    "dp2-tp2": Hints(dp=2, tp=2),
-    "zero3-dp4": Hints(dp=4, zero=3),
-    "zero3-dp2-tp2": Hints(dp=2, tp=2, zero=3),
-}
 
 #: What runs by default, `slow` has all: every model in float64 under one mixed layout, and two of each kind of layout.
 DEFAULT = {
@@ -41,17 +30,16 @@ DEFAULT = {
     ("resnet", torch.float32, "zero3-dp4"),
     *(("lstm", dtype, layout) for dtype in BOUNDS for layout in ("dp4", "tp2")),
     ("gru", torch.float64, "dp2-tp2"),
-    *(("dlrm", torch.float64, layout) for layout in LAYOUTS),
+    *(("dlrm", torch.float64, layout) for layout in ("dp2", "dp4", "tp2", "dp2-tp2", "zero3-dp4", "zero3-dp2-tp2")),
     ("dlrm", torch.float32, "dp2-tp2"),
 }
 
 
-def run(case: Case, dtype: torch.dtype, hints: Hints) -> VerifyReport:
-    """`autopar.verify` of a case under forced degrees."""
+def run(case: Case, dtype: torch.dtype, ranks: int, hints: Hints) -> VerifyReport:
+    """`autopar.verify` of a case on so many ranks."""
     model, batch = case.make(dtype)
-    ranks = math.prod(degree for degree in (hints.dp, hints.tp) if degree)
     workload = Workload(optimizer="sgd")
-    return autopar.verify(model, f"cpu:1x{ranks}", workload=workload, hints=hints, example_inputs=batch, steps=STEPS)
+    return autopar.verify(model, cluster(ranks), workload=workload, hints=hints, example_inputs=batch, steps=STEPS)
 
 
 def _parameters() -> list[Any]:
@@ -65,7 +53,7 @@ def _parameters() -> list[Any]:
 @pytest.mark.parametrize(("case", "dtype", "layout"), _parameters())
 def test_parity(case: Case, dtype: torch.dtype, layout: str) -> None:
     """Results, losses, gradients and trained parameters agree with eager, and every rank does its share of the work."""
-    report = run(case, dtype, LAYOUTS[layout])
+    report = run(case, dtype, *LAYOUTS[layout])
     assert report.ok, report
     if dtype == torch.float64 or case is not RESNET50:  # 53 batch norms deep, float32 itself is no better than 1e-5
         assert report.max_error <= BOUNDS[dtype] == report.bound, report
@@ -79,7 +67,7 @@ def test_embedding_tables_are_split(dim: int) -> None:
     tables = {f"{name}.weight": {"tp": dim} for name, module in RECOMMENDER.build().named_modules()
               if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
     hints = Hints(tp=4, shard=tables)
-    report = run(RECOMMENDER, torch.float64, hints)
+    report = run(RECOMMENDER, torch.float64, 4, hints)
     assert report.ok, report
     model, batch = RECOMMENDER.make()
     plan = autopar.plan(model, "cpu:1x4", hints=hints, example_inputs=batch)
@@ -91,8 +79,8 @@ def test_batch_norm_updates_its_running_statistics() -> None:
     """In training mode the statistics are those of the whole batch, in evaluation mode they are used and kept."""
     case = Case("tracked", plain_models.seeded(lambda: plain_models.ResNet((1, 1))), plain_models.image_batch)
     for dtype, layout in ((torch.float64, "dp4"), (torch.float64, "tp2")):
-        report = run(case, dtype, LAYOUTS[layout])
+        report = run(case, dtype, *LAYOUTS[layout])
         assert report.ok and report.flops_share <= 1.1 / report.world_size, report
     frozen = Case("evaluated", lambda: case.build().eval(), plain_models.image_batch)
-    report = run(frozen, torch.float64, LAYOUTS["dp2-tp2"])
+    report = run(frozen, torch.float64, *LAYOUTS["dp2-tp2"])
     assert report.ok, report

@@ -28,9 +28,8 @@ from autopar.capture.hf_attention import _pattern
 from autopar.runtime.verify import VerifyReport
 from autopar.specialize import capture_batch
 
-#: What runs by default; everything else is `slow`.
+#: What runs by default; everything else is `slow`: all of `LAYOUTS`, on 2, 4 and 8 ranks.
 DEFAULT = ((torch.float32, "tp2"), (torch.float32, "dp2"))
-TRIED = ("tp2", "dp2", "tp4", "dp2-tp2", "free-4", "free-8", "zero3-dp2-tp2")
 
 
 def run(architecture: Architecture, dtype: torch.dtype, layout: str) -> VerifyReport:
@@ -62,7 +61,7 @@ def _parameters() -> list[Any]:
             id=f"{a.name}-{NAMES[dtype]}-{layout}",
             marks=() if (dtype, layout) in DEFAULT else pytest.mark.slow,
         )
-        for a, dtype, layout in itertools.product(ARCHITECTURES, BOUNDS, TRIED)
+        for a, dtype, layout in itertools.product(ARCHITECTURES, BOUNDS, LAYOUTS)
     ]
 
 
