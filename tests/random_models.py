@@ -284,6 +284,9 @@ def example(data: st.DataObject) -> Example:
         seen = [value]
         for i in range(1, d.pick([5, 3, 6, 2, 4, 1]) + 1):
             step = d.pick(_possible(tuple(value.shape)))(d, tuple(value.shape)).double()
+            for p in step.parameters():
+                if p.dim() < 2:  # a norm's bias of 0 has no gradient under a square loss, only noise
+                    p.add_(0.1 * torch.randn_like(p))
             found = step(value)
             if found.numel() > 4096 or found.dim() > 5 or not bool(found.isfinite().all()):
                 break

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from random_models import Example, example
@@ -96,3 +97,13 @@ def test_random_modules(judge: Judge) -> None:
 def test_many_random_modules(judge: Judge, part: int) -> None:
     """Five hundred in all of each kind, a hundred at a time."""
     run(judge, settings(SETTINGS, max_examples=100, derandomize=False), part)
+
+
+def test_zero3_leaves_what_a_hint_splits_already() -> None:
+    """Found by fuzzing: where a hint splits a bias of two over tp, nothing is left for dp to split, and zero=3 goes without."""
+    hints = Hints(dp=2, tp=2, zero=3, shard={"0.bias": {"tp": 0}})
+    model, x = nn.Sequential(nn.Linear(4, 2)).double(), torch.randn(4, 4).double()
+    plan = autopar.plan(model, "cpu:1x4", hints=hints, example_inputs=(x,))
+    assert plan.layout("0.bias").dims == (("tp",),) and "dp" in plan.layout("0.weight").split_axes
+    report = autopar.verify(model, "cpu:1x4", hints=hints, example_inputs=(x,))
+    assert report.ok, report

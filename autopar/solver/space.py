@@ -188,13 +188,14 @@ class SpaceBuilder:
         return allowed if self.pins.strict or any(allowed) else [True] * len(allowed)
 
     def _may_rest(self, p: Parameter, layout: Layout, options: list[Layout]) -> bool:
-        """Whether pins let a parameter rest in ``layout``. ZeRO-3 asks for the data axis only where a dim divides."""
+        """Whether pins let a parameter rest in ``layout``. ZeRO-3 asks for the data axis only where a dim divides, also
+        beside what other pins split."""
         sharded = DATA_AXIS in layout.split_axes
-        if self.pins.zero == 0 and sharded:
+        if not self.pins.storage(p.name, layout) or (self.pins.zero == 0 and sharded):
             return False
-        if self.pins.zero == 3 and not sharded and any(DATA_AXIS in other.split_axes for other in options):
-            return False
-        return self.pins.storage(p.name, layout)
+        if self.pins.zero != 3 or sharded:
+            return True
+        return not any(DATA_AXIS in other.split_axes and self.pins.storage(p.name, other) for other in options)
 
     def _tensor_layouts(self, value: Value) -> list[Layout]:
         """Layouts without outstanding reductions in which a tensor may be shared: on the data axis the batch, where
