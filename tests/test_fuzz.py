@@ -100,7 +100,7 @@ def test_many_random_modules(judge: Judge, part: int) -> None:
 
 
 def test_zero3_leaves_what_a_hint_splits_already() -> None:
-    """Found by fuzzing: where a hint splits a bias of two over tp, nothing is left for dp to split, and zero=3 goes without."""
+    """Found by fuzzing: a hint splits a bias of two over tp, nothing is left for dp, and zero=3 does without."""
     hints = Hints(dp=2, tp=2, zero=3, shard={"0.bias": {"tp": 0}})
     model, x = nn.Sequential(nn.Linear(4, 2)).double(), torch.randn(4, 4).double()
     plan = autopar.plan(model, "cpu:1x4", hints=hints, example_inputs=(x,))
