@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ __all__ = [
     "disable_torch_function",
     "flatten",
     "get_decompositions",
+    "pipeline_action",
+    "pipeline_order",
     "pytree",
     "strided_shard",
 ]
@@ -70,3 +73,27 @@ def strided_shard(dim: int, split_factor: int) -> Any:
 def flatten(device_mesh: Any) -> None:
     """Give a device mesh a process group over all its axes, which DTensor then uses for joint reductions."""
     device_mesh._flatten()
+
+
+def pipeline_action(stage: int, kind: str, micro_batch: int) -> Any:
+    """An action of ``torch.distributed.pipelining``; ``kind`` as it is written there: F, B, I or W."""
+    from torch.distributed.pipelining.schedules import _Action, _ComputationType
+
+    return _Action(stage, _ComputationType(kind), micro_batch)
+
+
+def pipeline_order(schedule: str, pp: int, stages: int, micro_batches: int) -> dict[int, list[Any]]:
+    """The actions of every rank of one of torch's own schedules. Their constructors ask a stage only for its place,
+    so no process group is needed."""
+    from torch.distributed.pipelining import schedules
+
+    kinds = {
+        "interleaved": schedules.ScheduleInterleaved1F1B,
+        "interleaved-zb": schedules.ScheduleInterleavedZeroBubble,
+        "zbv": schedules.ScheduleZBVZeroBubble,
+        "dualpipev": schedules.ScheduleDualPipeV,
+    }
+    places: list[Any] = [
+        SimpleNamespace(group_size=pp, group_rank=0, num_stages=stages, submod=None) for _ in range(stages // pp)
+    ]
+    return kinds[schedule](places, micro_batches).pipeline_order
