@@ -12,6 +12,7 @@ from models import Case
 from plain_models import CASES, RECOMMENDER, RESNET50
 from test_parity import BOUNDS, LAYOUTS, NAMES, cluster
 from torch import nn
+from zoo import SPLIT, split_share
 
 import autopar
 from autopar import Hints, Workload
@@ -57,7 +58,7 @@ def test_parity(case: Case, dtype: torch.dtype, layout: str) -> None:
     assert report.ok, report
     if dtype == torch.float64 or case is not RESNET50:  # 53 batch norms deep, float32 itself is no better than 1e-5
         assert report.max_error <= BOUNDS[dtype] == report.bound, report
-    assert report.flops_share <= 1.1 / report.world_size, report
+    assert report.flops_share <= 1.1 / report.world_size and split_share(report) >= SPLIT, report
     assert set(report.gradients) == {name for name, _ in case.build().named_parameters()}
 
 

