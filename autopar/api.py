@@ -20,8 +20,9 @@ from autopar.cluster import Cluster
 from autopar.errors import InputError
 from autopar.hints import Hints
 from autopar.plan import Plan
+from autopar.runtime.initialize import initialize, materialize
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.parameters import is_meta, materialize
+from autopar.runtime.parameters import is_meta
 from autopar.runtime.process import agree, ensure_process_group
 from autopar.runtime.verify import VerifyReport, compare, real_batch
 from autopar.solver.carry import shrink
@@ -79,7 +80,7 @@ def parallelize(
     if plan is None:
         plan = _plan_together(model, cluster, workload, hints, example_inputs)
     check_plan(plan, model)
-    return ParallelModule(materialize(model) if is_meta(model) else model, plan, specialize, inputs)
+    return ParallelModule(model, plan, specialize, inputs, initialize if is_meta(model) else None)
 
 
 def verify(

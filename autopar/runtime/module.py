@@ -24,7 +24,7 @@ from autopar.runtime.accumulate import Accumulator
 from autopar.runtime.batches import check_alike, describe, warn_of
 from autopar.runtime.cache import CACHE_SIZE, Cache, CacheEntry
 from autopar.runtime.outputs import Deferred, OutputTensor, stale
-from autopar.runtime.parameters import as_dtensor, own_pieces, parallel_tree
+from autopar.runtime.parameters import Fill, as_dtensor, layouts_of, own_pieces, parallel_tree
 from autopar.runtime.process import agree, host_group, make_device_mesh, placements
 from autopar.runtime.program import Specialization
 from autopar.workload import Workload
@@ -112,13 +112,16 @@ class ParallelModule(nn.Module):
     what comes beside a loss is computed only if it is used (`Deferred`). ``plan`` is what was decided.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, specialize: Specialize, inputs: str = "global") -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, specialize: Specialize, inputs: str = "global", fill: Fill | None = None
+    ) -> None:
         super().__init__()
         self.__dict__["_original"] = None
         mesh = plan.mesh
         device_mesh = make_device_mesh(mesh)
         storage = {name: p.storage for name, p in plan.parameters.items()}
-        tree = parallel_tree(model, storage, mesh, device_mesh)
+        pieces = fill(model, layouts_of(model, storage), mesh, dist.get_rank()) if fill is not None else None
+        tree = parallel_tree(model, storage, mesh, device_mesh, pieces)
         for name, child in tree._modules.items():  # named_children would leave out a module's second name
             self.add_module(name, child)
         for name, p in tree.named_parameters(recurse=False):

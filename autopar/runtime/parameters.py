@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.capture.hf import is_transformers_model
-from autopar.errors import CaptureError
-from autopar.runtime.process import agree, placements
+from autopar.runtime.process import placements
 from autopar.sharding.layout import Layout, Mesh
 
 
@@ -23,36 +22,17 @@ def is_meta(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
 
 
-def materialize(model: nn.Module) -> nn.Module:
-    """A copy of a meta model with weights, initialised as the model initialises itself, equal on every rank.
+@dataclass(frozen=True)
+class Pieces:
+    """What one rank holds of a model that is on the meta device: its pieces of parameters, and whole buffers, by name
+    (of tied parameters the first)."""
 
-    transformers models run their own ``init_weights``, other modules ``reset_parameters``. CaptureError if a module
-    with parameters or buffers of its own has neither.
-    """
-    seed = agree(torch.initial_seed())
-    whole: Any = copy.deepcopy(model).to_empty(device="cpu")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        if is_transformers_model(whole):
-            for module in whole.modules():
-                module._is_hf_initialized = False
-            whole.init_weights()
-            whole.tie_weights()
-            return whole
-        for name, module in whole.named_modules():
-            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-            elif hasattr(module, "_reset_parameters"):
-                module._reset_parameters()
-            elif own:
-                raise CaptureError(
-                    f"module {name or '(root)'} is on the meta device and cannot initialise itself",
-                    expected="a reset_parameters method on every module that owns tensors",
-                    found=f"{type(module).__name__} without one",
-                    change="add reset_parameters, or build the model with real weights",
-                )
-    return whole
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+#: Makes a rank's pieces of a meta model: ``fill(model, layouts, mesh, rank)``, of the parameters in ``layouts`` only.
+Fill = Callable[[nn.Module, Mapping[str, Layout], Mesh, int], Pieces]
 
 
 def distribute(whole: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMesh) -> DTensor:
@@ -67,17 +47,33 @@ def as_dtensor(piece: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMes
     return DTensor.from_local(piece, device_mesh, placements(layout, mesh), run_check=False, shape=shape, stride=stride)
 
 
-def parallel_tree(model: nn.Module, storage: Mapping[str, Layout], mesh: Mesh, device_mesh: DeviceMesh) -> nn.Module:
+def layouts_of(model: nn.Module, storage: Mapping[str, Layout]) -> dict[str, Layout]:
+    """The storage layout of every parameter of ``model``, by its first name; what ``storage`` lacks is replicated."""
+    return {name: storage.get(name, Layout.replicated(p.dim())) for name, p in model.named_parameters()}
+
+
+def parallel_tree(
+    model: nn.Module,
+    storage: Mapping[str, Layout],
+    mesh: Mesh,
+    device_mesh: DeviceMesh,
+    pieces: Pieces | None = None,
+) -> nn.Module:
     """A copy of ``model`` whose parameters are DTensors and whose buffers are on the device; the model stays as it is.
 
-    ``storage`` gives layouts by parameter name; tied parameters stay one.
+    ``storage`` gives layouts by parameter name; tied parameters stay one. ``pieces`` are this rank's of a model on the
+    meta device; without them every rank has the whole model.
     """
     memo: dict[int, object] = {}
+    layouts, device = layouts_of(model, storage), device_mesh.device_type
     for name, p in model.named_parameters():
-        layout = storage.get(name, Layout.replicated(p.dim()))
-        memo[id(p)] = nn.Parameter(distribute(p, layout, mesh, device_mesh), requires_grad=p.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to(device_mesh.device_type, copy=True)
+        if pieces is None:
+            tensor = distribute(p, layouts[name], mesh, device_mesh)
+        else:
+            tensor = as_dtensor(pieces.parameters[name].to(device), layouts[name], mesh, device_mesh, p.shape)
+        memo[id(p)] = nn.Parameter(tensor, requires_grad=p.requires_grad)
+    for name, buffer in model.named_buffers():
+        memo[id(buffer)] = (buffer if pieces is None else pieces.buffers[name]).detach().to(device, copy=True)
     return copy.deepcopy(model, memo)
 
 
