@@ -45,6 +45,10 @@ class PlanError(AutoparError):
     """A plan cannot be read, or does not belong to this model or world."""
 
 
+class MicroBatchError(AutoparError):
+    """A model or batch that cannot run in micro-batches."""
+
+
 class InputError(AutoparError):
     """A batch has the wrong structure, shape or dtype for the model."""
 

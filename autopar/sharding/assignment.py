@@ -7,7 +7,7 @@ order, what is redistributed: each redistribution once a direction, so what is p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -29,18 +29,20 @@ class AliasKey:
 @dataclass(frozen=True)
 class Assignment:
     """``sources`` are the layouts of placeholders (parameters: their storage layout), ``sinks`` those that the graph's
-    outputs must have, by position; ``aliases`` the layouts that shared consumers read."""
+    outputs must have, by position; ``aliases`` the layouts that shared consumers read, ``sink_aliases`` those through
+    which outputs come to their own."""
 
     mesh: Mesh
     strategies: dict[fx.Node, Strategy]
     sources: dict[fx.Node, Layout]
     sinks: tuple[Layout, ...]
     aliases: dict[AliasKey, Layout]
+    sink_aliases: dict[int, Layout] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One redistribution of a value in one direction."""
+    """One redistribution of a value in one direction; ``output`` if the graph's output, no operator, asks for it."""
 
     value: Value
     spec: TensorSpec
@@ -48,6 +50,7 @@ class Transfer:
     source: Layout
     target: Layout
     steps: tuple[Step, ...]
+    output: bool = False
 
 
 @dataclass
@@ -94,5 +97,7 @@ def transfers(operators: Operators, outputs: list[tuple[Value, bool]], assignmen
         for value, layout in zip(op.operands, wanted, strict=True):
             alias = assignment.aliases.get(AliasKey(value, op.backward, op.block))
             yield from router.route(value, operators.specs[value], op.backward, produced[value], alias, layout)
-    for (value, backward), layout in zip(outputs, assignment.sinks, strict=True):
-        yield from router.route(value, operators.specs[value], backward, produced[value], None, layout)
+    for i, ((value, backward), layout) in enumerate(zip(outputs, assignment.sinks, strict=True)):
+        alias = assignment.sink_aliases.get(i)
+        for transfer in router.route(value, operators.specs[value], backward, produced[value], alias, layout):
+            yield replace(transfer, output=True)

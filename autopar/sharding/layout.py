@@ -13,6 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+#: The axis over which micro-batches are laid out. Its pieces are made one after the other by the same ranks, so it is
+#: the outermost axis of a program's mesh and no axis of the cluster.
+MICRO_BATCH = "mb"
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -51,6 +55,10 @@ class Mesh:
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Coordinates of ``rank``, one an axis."""
         return tuple(rank // self.stride(axis) % size for axis, size in self.axes)
+
+    def without(self, axis: str) -> Mesh:
+        """The mesh of the other axes."""
+        return Mesh(tuple(pair for pair in self.axes if pair[0] != axis))
 
 
 @dataclass(frozen=True)

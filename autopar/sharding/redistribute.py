@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autopar.sharding.layout import Layout, Mesh
+from autopar.sharding.layout import MICRO_BATCH, Layout, Mesh
 
 #: Charge for starting one collective, in bytes on the wire: what a 10 us start costs on a 25 GB/s link. It only decides
 #: between paths of nearly equal volume (fewer collectives win); seconds come from the cost model.
@@ -126,9 +126,14 @@ def redistribution(
     source: Layout, target: Layout, mesh: Mesh, shape: tuple[int, ...], itemsize: int
 ) -> tuple[Step, ...] | None:
     """The cheapest steps from ``source`` to ``target`` for a tensor of global ``shape``; () if they are equal, None if
-    there is no way (pieces must have equal shapes, and only sums can be owed on purpose)."""
+    there is no way (pieces must have equal shapes, and only sums can be owed on purpose).
+
+    Micro-batches run one after the other, so between them only partial results can be added up, and that comes first:
+    what is added up once needs its other collectives once."""
     if source == target:
         return ()
+    if MICRO_BATCH in mesh.names:
+        return _beside_micro_batches(source, target, mesh, tuple(shape), itemsize)
     paths = _paths_from(source, mesh, tuple(shape), itemsize)
     if target not in paths:
         return None
@@ -137,3 +142,47 @@ def redistribution(
         steps.append(step)
         target = step.before
     return tuple(reversed(steps))
+
+
+def _split_off(layout: Layout) -> tuple[Layout, int | None, str | None]:
+    """A layout without the micro-batch axis, the dim that it splits, and the reduction that is owed over it."""
+    dims = tuple(tuple(axis for axis in axes if axis != MICRO_BATCH) for axes in layout.dims)
+    rest = Layout(dims, tuple(pair for pair in layout.partial if pair[0] != MICRO_BATCH))
+    return rest, layout.dim_of(MICRO_BATCH), dict(layout.partial).get(MICRO_BATCH)
+
+
+def with_micro_batch(layout: Layout, dim: int | None, op: str | None) -> Layout:
+    """A layout with the micro-batch axis: outermost in dim ``dim``, or owing the reduction ``op`` over it."""
+    if dim is not None:
+        return _with_dim(layout, dim, (MICRO_BATCH, *layout.dims[dim]))
+    if op is not None:
+        return Layout(layout.dims, tuple(sorted((*layout.partial, (MICRO_BATCH, op)))))
+    return layout
+
+
+def _beside_micro_batches(
+    source: Layout, target: Layout, mesh: Mesh, shape: tuple[int, ...], itemsize: int
+) -> tuple[Step, ...] | None:
+    """The steps on the micro-batch axis, then the cheapest ones on all others."""
+    (own, dim, owed), (other, new_dim, new_owed) = _split_off(source), _split_off(target)
+    between: list[Step] = []
+    if (dim, owed) != (new_dim, new_owed):
+        after = with_micro_batch(own, new_dim, new_owed)
+        if dim is None and owed is not None and new_dim is None and new_owed is None:
+            between = [Step("all_reduce", MICRO_BATCH, source, after, op=owed)]
+        elif dim is None and owed is None and new_owed == "sum":
+            between = [Step("mask", MICRO_BATCH, source, after, op="sum")]
+        elif dim is None and owed is None and new_dim is not None and not own.dims[new_dim]:
+            between = [Step("chunk", MICRO_BATCH, source, after, target=new_dim)]
+        else:
+            return None
+    n = mesh.degree(MICRO_BATCH)
+    local = tuple(size // n if d == new_dim else size for d, size in enumerate(shape))
+    rest = redistribution(own, other, mesh.without(MICRO_BATCH), local, itemsize)
+    if rest is None:
+        return None
+
+    def beside(layout: Layout) -> Layout:
+        return with_micro_batch(layout, new_dim, new_owed)
+
+    return (*between, *(replace(step, before=beside(step.before), after=beside(step.after)) for step in rest))

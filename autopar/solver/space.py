@@ -8,8 +8,9 @@ leaves it one sensible strategy. Isomorphic blocks share their decisions.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,7 +37,8 @@ class Pins:
     operator may take a strategy; ``zero`` 0 or 3 settles what the data axis does with parameters, ``zero_dims`` which
     dim it splits, by name. Pins only close options: the space is the same with and without. ``strict`` pins (hints)
     may leave no option; others (a plan carried to other shapes) then fall back to all. ``inputs`` are the layouts of
-    the batch's tensors that do not come whole to every rank.
+    the batch's tensors that do not come whole to every rank. With ``micro_batches`` only what is left of the batch in
+    each of them can be split.
     """
 
     storage: Callable[[str, Layout], bool] = lambda name, layout: True
@@ -45,6 +47,7 @@ class Pins:
     zero_dims: Mapping[str, int] = field(default_factory=dict)
     strict: bool = True
     inputs: Mapping[fx.Node, Layout] = field(default_factory=dict)
+    micro_batches: int = 1
 
 
 @dataclass
@@ -201,9 +204,10 @@ class SpaceBuilder:
         """Layouts without outstanding reductions in which a tensor may be shared: on the data axis the batch, where
         the tensor has one that divides; on the others any dim."""
         spec, batch = self.operators.specs[value], self.operators.batch_dims[value]
+        shape = self._of_micro_batch(spec.shape, batch)
         per_axis: list[list[int | None]] = []
         for axis, n in self.mesh.axes:
-            dims = [d for d, size in enumerate(spec.shape) if n > 1 and size > 1 and size % n == 0]
+            dims = [d for d, size in enumerate(shape) if n > 1 and size > 1 and size % n == 0]
             if axis == DATA_AXIS and not self.axes_split_all:
                 dims = [d for d in dims if d in batch]
                 per_axis.append([*dims] if dims else [None])
@@ -213,9 +217,14 @@ class SpaceBuilder:
         for dims_by_axis in itertools.product(*per_axis):
             chosen = {axis: d for axis, d in zip(self.mesh.names, dims_by_axis, strict=True) if d is not None}
             layout = Layout.shard(len(spec.shape), chosen, self.mesh.names)
-            if layout.divides(self.mesh, spec.shape):
+            if layout.divides(self.mesh, shape):
                 found.append(layout)
         return found
+
+    def _of_micro_batch(self, shape: Sequence[int], batch: Collection[int]) -> tuple[int, ...]:
+        """The shape of a tensor in one micro-batch."""
+        m = self.pins.micro_batches
+        return tuple(size // m if d in batch and size % m == 0 else size for d, size in enumerate(shape))
 
     def _storage_layouts(self, p: Parameter) -> list[Layout]:
         """Where a parameter may rest: any dim on the other axes; on the data axis (ZeRO) the first dim that is free and
@@ -264,17 +273,26 @@ class SpaceBuilder:
                 return choice == REPLICATE
             if axis != DATA_AXIS or self.axes_split_all:
                 return True
-            n = self.mesh.degree(axis)
+            n = self.mesh.degree(axis) * self.pins.micro_batches
             divides = any(op.rule.sizes[f] % n == 0 and f not in op.rule.fixed for f in batch)
             return splits_batch(choice, batch) if divides and choice.linear is None else choice.factor is None
 
         return allowed
 
     def _strategies(self, op: Operator) -> list[Strategy]:
-        every = strategies(op.rule, self.mesh, self._allowed(op))
+        every = [s for s in strategies(op.rule, self.mesh, self._allowed(op)) if self._leaves_micro_batches(op, s)]
         if not every:  # the batch divides, but not inside this operator's compound dims
             every = strategies(op.rule, self.mesh, lambda axis, choice: axis != DATA_AXIS or choice.factor is None)
         return self._prefer_split(op, every) if op.is_heavy else every
+
+    def _leaves_micro_batches(self, op: Operator, strategy: Strategy) -> bool:
+        """Whether what a strategy leaves of the batch still divides into micro-batches, where the whole batch does."""
+        m, sizes = self.pins.micro_batches, op.rule.sizes
+        for f in self.operators.batch_factors[op.node] if m > 1 else ():
+            pieces = math.prod(n for (_, n), c in zip(self.mesh.axes, strategy, strict=True) if c.factor == f)
+            if sizes[f] % m == 0 and sizes[f] % (m * pieces):
+                return False
+        return True
 
     def _prefer_split(self, op: Operator, every: list[Strategy]) -> list[Strategy]:
         """Heavy operators are split on as many axes as possible; and an axis other than the data axis splits a factor

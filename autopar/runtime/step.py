@@ -1,0 +1,68 @@
+"""The order in which the phases of a training step run, whoever runs them: a rank, or a simulation of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.passes.phases import Phase, Phases
+
+#: Runs a graph on values in the order of its inputs; returns its outputs.
+Run = Callable[[fx.GraphModule, Sequence[Any]], Sequence[Any]]
+#: Takes two values together by a reduction: "sum", "max" or "min".
+Combine = Callable[[str, Any, Any], Any]
+
+_COMBINED = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def combine(op: str, a: Tensor, b: Tensor) -> Tensor:
+    """Two tensors taken together. Not in place: what a graph returns may be a view of something else."""
+    return _COMBINED[op](a, b)
+
+
+def run_phase(run: Run, phase: Phase, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one phase on ``values``; returns its outputs by name."""
+    outputs = run(phase.module, [values[name] for name in phase.inputs])
+    return dict(zip(phase.outputs, outputs, strict=True))
+
+
+def run_step(
+    phases: Phases,
+    given: Mapping[str, Any],
+    micro_batches: Sequence[Mapping[str, Any]],
+    run: Run,
+    combine: Combine = combine,
+) -> tuple[list[Any], list[Any]]:
+    """Results and gradients of a step. ``given`` are the inputs that all micro-batches share, by name, and
+    ``micro_batches`` those of each."""
+    values, sums = dict(given), dict[str, Any]()
+
+    def add(found: Mapping[str, Any]) -> None:
+        for name, value in found.items():
+            if name in phases.sums and name in sums:
+                sums[name] = combine(phases.sums[name], sums[name], value)
+            else:
+                sums[name] = value
+
+    if phases.prologue is not None:
+        for own in micro_batches:
+            add(run_phase(run, phases.prologue, {**values, **own}))
+        values.update(sums)
+        sums.clear()
+    if phases.once is not None:
+        values.update(run_phase(run, phases.once, values))
+    left = () if phases.backward is None else phases.backward.inputs
+    for own in micro_batches:
+        here = {**values, **own}
+        made = run_phase(run, phases.forward, here)
+        here.update({name: value for name, value in made.items() if name in left})
+        add({name: value for name, value in made.items() if name not in left})
+        if phases.backward is not None:
+            add(run_phase(run, phases.backward, here))
+    values.update(sums)
+    if phases.finish is not None:
+        values.update(run_phase(run, phases.finish, values))
+    return [values[name] for name in phases.results], [values[name] for name in phases.gradients]
