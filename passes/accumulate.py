@@ -6,6 +6,7 @@ backwards, ``finish(coordinates, *held)`` gives the sums of their gradients, as 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -48,11 +49,13 @@ def _constants(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _is_linear(node: fx.Node, constants: set[fx.Node]) -> bool:
+def is_linear(node: fx.Node, constants: Collection[fx.Node]) -> bool:
     """Whether a call is linear in all that varies among its arguments."""
     varying = [arg for arg in node.all_input_nodes if arg not in constants]
     if node.target is aten.add.Tensor:
         return varying == [*dict.fromkeys(node.args)]
+    if node.target is aten.cat.default:
+        return varying == [*dict.fromkeys(node.args[0])]  # type: ignore[arg-type]
     if node.target is aten.where.ScalarOther:  # with 0: a mask
         return varying == [node.args[1]] and bool(node.args[2] == 0)
     if node.target in (ALL_REDUCE, REDUCE_SCATTER):
@@ -65,7 +68,7 @@ def _cut_off(graph: fx.Graph, group: str) -> list[fx.Node]:
     constants, output = _constants(graph), graph.output_node()
     tail: set[fx.Node] = {output}
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and tail.issuperset(node.users) and _is_linear(node, constants):
+        if node.op == "call_function" and tail.issuperset(node.users) and is_linear(node, constants):
             tail.add(node)
     late: dict[fx.Node, None] = {}
     for node in graph.nodes:

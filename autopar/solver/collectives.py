@@ -1,0 +1,73 @@
+"""The collectives of a step, as the passes issue them: those of parameters and gradients in buckets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from autopar.capture.graph import Captured
+from autopar.cost_model.communication import wire_bytes
+from autopar.plan import Collective
+from autopar.sharding.assignment import Assignment, Transfer, transfers
+from autopar.sharding.buckets import Piece, Pieces, buckets, merged
+from autopar.sharding.operators import Operators
+from autopar.sharding.recompute import Kept
+from autopar.sharding.redistribute import LOCAL, whole_elements
+from autopar.solver.costs import Prices
+from autopar.solver.space import DATA_AXIS, output_values
+
+_Issued = tuple[str, str, str, int]  # kind, axis, purpose, bytes of the whole tensor
+
+
+def collectives(
+    captured: Captured, operators: Operators, assignment: Assignment, prices: Prices, held: Kept
+) -> tuple[Collective, ...]:
+    """All collectives of a step by kind, axis and purpose. What the backward issues itself it does not make again."""
+    totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
+    for kind, axis, purpose, nbytes in _issued(captured, operators, assignment, held):
+        total = totals[kind, axis, purpose]
+        total[0] += 1
+        total[1] += nbytes
+        total[2] += float(wire_bytes(kind, nbytes, assignment.mesh.degree(axis)))
+        total[3] += prices.collective_seconds(kind, axis, nbytes)
+    return tuple(
+        Collective(kind, axis, purpose, int(t[0]), int(t[1]), int(t[2]), t[3])
+        for (kind, axis, purpose), t in sorted(totals.items())
+    )
+
+
+def _issued(captured: Captured, operators: Operators, assignment: Assignment, held: Kept) -> Iterable[_Issued]:
+    """Every collective of both directions, those of a bucket as one."""
+    named = [(p.name, p.placeholder, p.gradient) for p in captured.parameters]
+    reader = Pieces(operators, assignment.mesh, named)
+    first = list(transfers(operators, output_values(captured), assignment))
+    own = {(transfer.value, step) for transfer in first if transfer.backward for step in transfer.steps}
+    pieces: tuple[list[Piece], list[Piece]] = ([], [])
+    for transfer in (*first, *held.transfers.values()):
+        again = held.transfers.get((transfer.value, transfer.target)) is transfer
+        for step, piece in zip(transfer.steps, reader.of(transfer), strict=True):
+            if step.kind in LOCAL or (again and (transfer.value, step) in own):
+                continue
+            if piece is not None:
+                pieces[again or transfer.backward].append(piece)
+                continue
+            nbytes = whole_elements(step, assignment.mesh, transfer.spec.shape) * transfer.spec.dtype.itemsize
+            yield step.kind, step.axis, _purpose(transfer, reader), nbytes
+    for direction in pieces:
+        for places in buckets(direction):
+            whole = merged([direction[i] for i in places])
+            yield whole.kind, whole.axis, whole.purpose, whole.nbytes
+
+
+def _purpose(transfer: Transfer, reader: Pieces) -> str:
+    """What a collective that is issued by itself is for."""
+    if transfer.value in reader.parameters:
+        return "parameters"
+    return (
+        "gradients"
+        if transfer.source.partial
+        and transfer.backward
+        and not transfer.target.partial
+        and any(axis == DATA_AXIS for axis, _ in transfer.source.partial)
+        else "activations"
+    )

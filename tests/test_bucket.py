@@ -1,0 +1,242 @@
+"""Collectives of parameters and gradients in buckets, and their order: each pass alone, on emitted graphs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.small_models import llama, mlp, tokens
+from torch import fx
+
+import autopar
+from autopar import Hints
+from autopar.passes import partition as partition_pass
+from autopar.passes.bucket import bucket, piece_of
+from autopar.passes.collectives import KINDS, REDUCE_SCATTER, WAIT, aten, axis_of, group_argument
+from autopar.passes.order import reorder
+from autopar.passes.overlap import overlap
+from autopar.passes.partition import partition
+from autopar.runtime import reference
+from autopar.runtime.program import Specialization
+from autopar.runtime.simulate import run_ranks
+from autopar.sharding import buckets as buckets_module
+from autopar.sharding.buckets import Piece, block_of, buckets
+from autopar.sharding.layout import Mesh
+from autopar.sharding.operators import VIEWS
+from autopar.specialize import specialize
+
+LAYERS = 3
+ZERO3, ZERO3_TP, DDP = Hints(dp=4, zero=3), Hints(dp=2, tp=2, zero=3), Hints(dp=4, zero=0)
+
+
+@functools.cache
+def sharded_llama(hints: Hints) -> tuple[torch.nn.Module, dict[str, Any], Specialization]:
+    """A Llama of three layers with tied embeddings, its batch, and its program on four ranks."""
+    model, batch = llama(num_hidden_layers=LAYERS), tokens(8, 8)
+    plan = autopar.plan(model, "cpu:4", hints=hints, example_inputs=batch)
+    return model, batch, specialize(model, plan, (), batch)
+
+
+def without_passes(special: Specialization) -> Any:
+    """The two graphs as they are before collectives are merged and moved."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition_pass, "bucket", lambda graph: None)
+        patch.setattr(partition_pass, "overlap", lambda graph: None)
+        return partition(special.sharded)
+
+
+def calls(graph: fx.Graph, axis: str, purpose: str | None = None) -> list[fx.Node]:
+    """The collectives of a graph on an axis, in order; with ``purpose`` those of parameters or of gradients."""
+    found = [n for n in graph.nodes if n.target in KINDS and axis_of(group_argument(n)) == axis]
+    return [n for n in found if purpose is None or ((p := piece_of(n)) is not None and p.purpose == purpose)]
+
+
+def wait_of(node: fx.Node) -> fx.Node:
+    """The one node that waits for a collective."""
+    (wait,) = node.users
+    assert wait.target is WAIT
+    return wait
+
+
+@pytest.mark.parametrize("hints", [ZERO3, ZERO3_TP, DDP], ids=str)
+def test_merged_and_moved_collectives_give_the_same_values(hints: Hints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of every rank, bit for bit, with fewer collectives."""
+    model, batch, special = sharded_llama(hints)
+    plain = without_passes(special)
+    pairs = {special.program.forward: plain.forward, special.program.backward: plain.backward}
+    seen = []
+
+    def check(module: fx.GraphModule, inputs: Any, mesh: Any, traffic: Any = None) -> Any:
+        found, truth = run_ranks(module, inputs, mesh, traffic), run_ranks(pairs[module], inputs, mesh)
+        for mine, theirs in zip(found, truth, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        fewer = [len([n for n in g.graph.nodes if n.target in KINDS]) for g in (module, pairs[module])]
+        seen.append(fewer)
+        return found
+
+    monkeypatch.setattr(reference, "run_ranks", check)
+    reference.run_sharded(model, special, reference.Batch((), batch, 1, "sgd"))
+    assert len(seen) == 2 and seen[1][0] < seen[1][1]
+    assert plain.forward_inputs == special.program.forward_inputs and plain.saved == special.program.saved
+
+
+def test_zero3_gathers_and_scatters_once_a_block_like_fsdp2() -> None:
+    """FSDP2 with `fully_shard` on every layer and on the model: each direction gathers every layer and the root once,
+    and the backward reduce-scatters as often. All parameters, whole, once a direction; float32."""
+    model, _, special = sharded_llama(ZERO3)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    backward = special.program.backward
+    assert backward is not None
+    for graph in (special.program.forward.graph, backward.graph):
+        gathers = calls(graph, "dp", "parameters")
+        assert len(gathers) == LAYERS + 1
+        assert sum(piece_of(n).nbytes for n in gathers) == nbytes  # type: ignore[union-attr]
+    scatters = calls(backward.graph, "dp", "gradients")
+    assert [n.target for n in scatters] == [REDUCE_SCATTER] * (LAYERS + 1)
+    assert sum(piece_of(n).nbytes for n in scatters) == nbytes  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("limit", [1, 4000, 20000, 2**30])
+def test_gradients_share_all_reduces_as_ddp_has_them(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many all-reduces as DDP makes of the gradients in the order in which the backward makes them, and the same
+    bytes; the last layers first."""
+    monkeypatch.setattr(buckets_module, "BUCKET_BYTES", limit)
+    model, _, special = sharded_llama(DDP)
+    program = partition(special.sharded)
+    assert program.backward is not None
+    found = [piece_of(n) for n in calls(program.backward.graph, "dp", "gradients")]
+    plain = without_passes(special).backward.graph
+    ready = sorted((piece_of(n) for n in calls(plain, "dp", "gradients")), key=lambda p: p.ready)  # type: ignore[union-attr]
+    tensors = [torch.empty(p.before) for p in ready if p is not None]
+    theirs, _ = dist._compute_bucket_assignment_by_size(tensors, [limit])
+    assert len(found) == len(theirs)
+    sizes = [sum(tensors[i].nbytes for i in places) for places in theirs]
+    assert sorted(p.nbytes for p in found if p is not None) == sorted(sizes)
+    assert sum(sizes) == sum(p.nbytes for p in model.parameters())
+    if limit == 1:
+        blocks = [p.block for p in ready if p is not None and p.block is not None]
+        assert list(dict.fromkeys(blocks)) == [f"model.layers.{i}" for i in reversed(range(LAYERS))]
+
+
+def test_gathers_start_one_block_ahead() -> None:
+    """While a block computes its successor's parameters are on their way, and no more than that: of all blocks at most
+    two are there, gathered or on the way."""
+    _, _, special = sharded_llama(ZERO3)
+    assert special.program.backward is not None
+    for module in (special.program.forward, special.program.backward):
+        nodes = list(module.graph.nodes)
+        place = {node: i for i, node in enumerate(nodes)}
+        heavy = [n for n in nodes if n.target is aten.mm.default]
+        gathers = sorted(calls(module.graph, "dp", "parameters"), key=lambda n: place[wait_of(n)])
+        for before, gather in itertools.pairwise(gathers):
+            between = [n for n in heavy if place[wait_of(before)] < place[n] < place[gather]]
+            assert place[wait_of(before)] < place[gather] and not between
+        inside = [g for g in gathers if (p := piece_of(g)) is not None and p.block is not None]
+        alive = Counter(i for g in inside for i in range(place[g], _last_use(wait_of(g), place) + 1))
+        assert max(alive.values()) == 2
+        overlapped = sum(any(place[g] < place[n] < place[wait_of(g)] for n in heavy) for g in inside)
+        assert overlapped >= LAYERS - 1  # the first of a forward has nothing but the embedding before it
+
+
+def _last_use(wait: fx.Node, place: dict[fx.Node, int]) -> int:
+    """The place of the last node that reads a gathered bucket, through views."""
+    last, stack = place[wait], [wait]
+    while stack:
+        for user in stack.pop().users:
+            last = max(last, place[user])
+            if user.target in VIEWS:
+                stack.append(user)
+    return last
+
+
+def test_reductions_start_early_and_are_waited_for_late() -> None:
+    """A block's reduce-scatter starts before the block before it is computed, and is waited for when the next one
+    starts; all-reduces are waited for after the last computation."""
+    _, _, special = sharded_llama(ZERO3)
+    assert special.program.backward is not None
+    graph = special.program.backward.graph
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    heavy = [place[n] for n in graph.nodes if n.target is aten.mm.default]
+    scatters = calls(graph, "dp", "gradients")
+    flying = Counter(i for n in scatters for i in range(place[n], place[wait_of(n)]))
+    assert max(flying.values()) == 1
+    beside = [sum(place[n] < h < place[wait_of(n)] for h in heavy) for n in scatters]
+    assert len([count for count in beside if count > 0]) == LAYERS - 1  # all but the first layer's and the embedding's
+
+    _, _, special = sharded_llama(DDP)
+    assert special.program.backward is not None
+    graph = special.program.backward.graph
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    heavy = [place[n] for n in graph.nodes if n.target is aten.mm.default]
+    assert all(place[wait_of(n)] > max(heavy) for n in calls(graph, "dp", "gradients"))
+
+
+def test_layers_outside_of_blocks_share_buckets_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence of layers is no sequence of blocks: its four parameters are gathered together while they are small,
+    and apart where a bucket is full."""
+    assert block_of("0.weight") is None and block_of("lm_head.weight") is None
+    assert block_of("model.layers.3.mlp.down_proj.weight") == "model.layers.3"
+    model, batch = mlp(), {"input": torch.linspace(-1, 1, 128).view(8, 16)}
+    plan = autopar.plan(model, "cpu:2", hints=Hints(dp=2, zero=3), example_inputs=batch)
+    special = specialize(model, plan, (), batch)
+    assert len(calls(special.program.forward.graph, "dp", "parameters")) == 1
+    monkeypatch.setattr(buckets_module, "BUCKET_BYTES", 16 * 24 * 4)  # the first weight fills it
+    found = [piece_of(n) for n in calls(partition(special.sharded).forward.graph, "dp", "parameters")]
+    assert [p.nbytes for p in found if p is not None] == [16 * 24 * 4, (24 + 24 * 8 + 8) * 4]
+
+
+def _piece(**changes: Any) -> Piece:
+    base = dict(kind="all_gather", axis="dp", purpose="parameters", dtype=torch.float32, op=None, depth=0, block="b",
+                ready=-1, nbytes=8, before=(1,), after=(2,))  # fmt: skip
+    return Piece(**{**base, **changes})
+
+
+@pytest.mark.parametrize("apart", [{"axis": "tp"}, {"dtype": torch.bfloat16}, {"depth": 1}, {"block": "c"},
+                                   {"kind": "reduce_scatter", "op": "sum"}], ids=str)  # fmt: skip
+def test_what_differs_is_not_merged(apart: dict[str, Any]) -> None:
+    """Another axis, dtype, kind or block, or one that may depend on the other's result."""
+    assert buckets([_piece(), _piece(**apart), _piece()]) == [[0, 2], [1]]
+
+
+def test_a_bucket_keeps_the_dtype_and_the_reduction() -> None:
+    """Hand-written graph: two tensors reduce-scattered by one collective of two rows, and taken apart."""
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    outs = []
+    for x, shape in ((a, (2, 3)), (b, (1,))):
+        piece = _piece(kind="reduce_scatter", purpose="gradients", op="sum", before=shape, after=shape)
+        node = graph.call_function(REDUCE_SCATTER, (x, "sum", 2, "axis:dp"))
+        wait = graph.call_function(WAIT, (node,))
+        node.meta, wait.meta = {"piece": piece}, {"piece": piece}
+        outs.append(wait)
+    graph.output(tuple(outs))
+    bucket(graph)
+    overlap(graph)
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    (merged,) = calls(graph, "dp")
+    assert merged.args[1:] == ("sum", 2, "axis:dp") and merged.target is REDUCE_SCATTER
+    mesh = Mesh((("dp", 2),))
+    inputs = [[torch.arange(12.0).view(4, 3) * (r + 1), torch.tensor([1.0, 2.0]) + r] for r in range(2)]
+    found = run_ranks(module, inputs, mesh)
+    whole = [sum(x[i] for x in inputs) for i in range(2)]
+    for rank in range(2):
+        assert torch.equal(found[rank][0], whole[0][2 * rank : 2 * rank + 2])
+        assert torch.equal(found[rank][1], whole[1][rank : rank + 1])
+
+
+def test_reordering_keeps_dependencies() -> None:
+    """A node wanted first comes as early as what it needs, and no earlier."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [graph.call_function(aten.neg.default, (x,), name=f"n{i}") for i in range(3)]
+    last = graph.call_function(aten.neg.default, (nodes[1],), name="last")
+    graph.output((nodes[0], nodes[2], last))
+    places = {node: (float(i),) for i, node in enumerate(graph.nodes)}
+    reorder(graph, {**places, last: (-1.0,)})
+    graph.lint()
+    assert [n.name for n in graph.nodes if n.op == "call_function"] == ["n0", "n1", "last", "n2"]
