@@ -1,8 +1,11 @@
-"""Batch norm, variances and weight norm as means and pointwise operators.
+"""Batch norm, variances and weight norm as means and pointwise operators; 16-bit layer and group norms.
 
 Statistics are then reductions like any other: with the batch split they are those of the whole batch (what
 SyncBatchNorm computes), in forward and backward, and so are the running statistics. Two passes, because the mean of
 squares minus the square of the mean loses in float32 what eager keeps.
+
+Layer and group norm stay whole. What their backward sums over the batch for weight and bias is summed in float32 and
+rounded at the end: one process does so inside the operator, and across ranks every partial sum would be rounded.
 """
 
 from __future__ import annotations
@@ -178,8 +181,67 @@ def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim
     return (g / norms * (grad - v * (along / norms))).to(v.dtype), along.to(g.dtype)
 
 
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _is_narrow(x: Tensor, output_mask: Sequence[bool]) -> bool:
+    """Whether gradients of parameters are asked for that sum up 16-bit numbers."""
+    return x.dtype in (torch.float16, torch.bfloat16) and any(output_mask[1:])
+
+
+def _layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> _Gradients:
+    if not _is_narrow(x, output_mask):
+        return NotImplemented  # the operator as it is
+    backward, like = aten.native_layer_norm_backward.default, x if weight is None else weight
+    shape, learned = list(normalized_shape), [None if p is None else widened(p) for p in (weight, bias)]
+    grad_input = None
+    if output_mask[0]:
+        grad_input = backward(grad, x, shape, mean, rstd, weight, bias, [True, False, False])[0]
+    wide = (widened(grad), widened(x), shape, widened(mean), widened(rstd), *learned)
+    return grad_input, *_rounded(backward(*wide, [False, *output_mask[1:]])[1:], like.dtype)
+
+
+def _group_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    n: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    output_mask: Sequence[bool],
+) -> _Gradients:
+    if not _is_narrow(x, output_mask):
+        return NotImplemented
+    backward, like = aten.native_group_norm_backward.default, x if weight is None else weight
+    counts = (n, channels, pixels, groups)
+    grad_input = None
+    if output_mask[0]:
+        grad_input = backward(grad, x, mean, rstd, weight, *counts, [True, False, False])[0]
+    learned = None if weight is None else widened(weight)
+    wide = (widened(grad), widened(x), widened(mean), widened(rstd), learned, *counts)
+    return grad_input, *_rounded(backward(*wide, [False, *output_mask[1:]])[1:], like.dtype)
+
+
+def _rounded(gradients: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of weight and bias in ``dtype``."""
+    weight, bias = (None if g is None else g.to(dtype) for g in gradients)
+    return weight, bias
+
+
 def normalization_table() -> dict[Any, Callable[..., Any]]:
-    """Decompositions of batch norm, variances and weight norm, by operator."""
+    """Decompositions of norms and variances, by operator."""
     return {
         aten._native_batch_norm_legit.no_stats: _without_statistics,
         aten._native_batch_norm_legit_functional.default: _training,
@@ -187,6 +249,8 @@ def normalization_table() -> dict[Any, Callable[..., Any]]:
         aten._weight_norm_interface.default: _weight_norm,
         aten._weight_norm_interface_backward.default: _weight_norm_backward,
         aten.native_batch_norm_backward.default: _backward,
+        aten.native_group_norm_backward.default: _group_norm_backward,
+        aten.native_layer_norm_backward.default: _layer_norm_backward,
         aten.std.correction: _std,
         aten.var.correction: _var,
         aten.var_mean.correction: _var_mean,
