@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from autopar.errors import HintError
+from autopar.sharding.recompute import blocks_made_again
 
 AXES = ("dp", "tp")
 ZERO_STAGES = (0, 3)
@@ -53,11 +54,33 @@ def parse_bytes(size: int | str) -> int:
     return int(value)
 
 
+def check_recompute(mode: object, blocks: int | None = None) -> None:
+    """HintError unless ``mode`` is a way to recompute, for a model of that many repeated ``blocks`` if given."""
+    try:
+        wanted = blocks_made_again(mode)
+    except ValueError:
+        raise HintError(
+            f"recompute={mode!r} is not available.",
+            expected="none, selective, full, or full:N for the first N blocks alone",
+            found=repr(mode),
+            change=nearest_names(str(mode), ("none", "selective", "full", "full:1")),
+        ) from None
+    if blocks is not None and (1 if wanted is None else wanted) > blocks:
+        raise HintError(
+            f"recompute={mode!r} asks for more repeated blocks than the model has.",
+            expected=f"at most {blocks} blocks" if blocks else "none or selective, for a model without repeated blocks",
+            found=mode,
+            change="lower the number" if blocks else 'give recompute="selective", or leave it out',
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hints:
     """Decisions that the planner must keep; None leaves them to it.
 
-    ``dp`` and ``tp`` are degrees, ``zero`` is 0 or 3, ``memory_limit`` is bytes a device (as `parse_bytes` reads them),
+    ``dp`` and ``tp`` are degrees, ``zero`` is 0 or 3, ``micro_batch_size`` is in samples a rank, ``recompute`` is
+    "none", "selective", "full", or "full:4" for the first four blocks alone (`sharding.recompute`), ``memory_limit`` is
+    bytes a device (as `parse_bytes` reads them),
     ``shard`` maps parameter patterns (see the module) to the dim that each axis splits, e.g.
     ``{"model.layers.*.mlp.down_proj.weight": {"tp": 1}}``. HintError for bad values and for hints that contradict each
     other whatever the model; what depends on model and cluster is for `check_hints`.
@@ -66,6 +89,8 @@ class Hints:
     dp: int | None = None
     tp: int | None = None
     zero: int | None = None
+    micro_batch_size: int | None = None
+    recompute: str | None = None
     memory_limit: int | str | None = None
     shard: Mapping[str, Mapping[str, int]] | None = None
 
@@ -78,6 +103,13 @@ class Hints:
                     found=repr(degree),
                     change=f"give {axis} as a positive int, or leave it out",
                 )
+        if self.micro_batch_size is not None and not _is_int(self.micro_batch_size, 1):
+            raise HintError(
+                f"micro_batch_size={self.micro_batch_size!r} is no number of samples.",
+                expected="a whole number from 1, or None",
+                found=repr(self.micro_batch_size),
+                change="give micro_batch_size as a positive int, or leave it out",
+            )
         if self.zero is not None and (not _is_int(self.zero, 0) or self.zero not in ZERO_STAGES):
             raise HintError(
                 f"zero={self.zero!r} is not available.",
@@ -85,6 +117,8 @@ class Hints:
                 found=repr(self.zero),
                 change="give zero=0 or zero=3, or leave it out",
             )
+        if self.recompute is not None:
+            check_recompute(self.recompute)
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
         if self.shard is not None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError, PlanError
-from autopar.hints import ZERO_STAGES, Hints, nearest_names
+from autopar.errors import AutoparError, HintError, PlanError
+from autopar.hints import ZERO_STAGES, Hints, check_recompute, nearest_names
 from autopar.report.text import text_report
 from autopar.sharding.layout import Layout, Mesh
 from autopar.workload import Workload
@@ -89,6 +89,7 @@ class Plan:
 
     ``structure`` is the hash of the model's graph and shapes. ``breakdown`` has the seconds of ``compute``, ``exposed
     communication`` and ``bubble``, which add up to ``step_time``; ``memory`` bytes by kind, which add up to the peak.
+    ``recompute`` says what the backward makes again instead of keeping it (`sharding.recompute`).
     A step takes at most ``gap`` (a fraction) longer than with the best plan of ``gap_space``. ``operators`` gives, for
     every operator, what is split on each axis; ``flops_share`` is the largest share of the model's FLOPs that one rank
     does. All numbers are finite.
@@ -300,6 +301,10 @@ def _check(plan: Plan) -> None:
         raise _bad("plan.degrees", "positive degrees of dp and tp", plan.degrees)
     if plan.zero not in ZERO_STAGES:
         raise _bad("plan.zero", " or ".join(map(str, ZERO_STAGES)), plan.zero)
+    try:
+        check_recompute(plan.recompute)
+    except HintError as error:
+        raise _bad("plan.recompute", error.expected, plan.recompute) from None
     mesh = plan.mesh
     for name, parameter in plan.parameters.items():
         layout, shape = parameter.storage, parameter.shape

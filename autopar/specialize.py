@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
@@ -13,16 +13,21 @@ from torch import fx, nn
 from autopar.capture import capture
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
-from autopar.errors import InputError
+from autopar.errors import InputError, MicroBatchError
 from autopar.fallback import fallbacks
+from autopar.passes import recompute
+from autopar.passes.phases import cut
+from autopar.passes.shard import shard
 from autopar.plan import Plan
 from autopar.runtime.batches import input_names, widened
-from autopar.runtime.program import Specialization, emit
+from autopar.runtime.program import Makers, Specialization, StepProgram, emit
+from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout, Mesh
-from autopar.sharding.operators import value_of
+from autopar.sharding.microbatch import WHOLE, Place, micro_batched
+from autopar.sharding.operators import Operators, value_of
 from autopar.solver.carry import plan_pins
 from autopar.solver.program import solve
-from autopar.solver.space import DATA_AXIS
+from autopar.solver.space import DATA_AXIS, output_values
 from autopar.solver.spmd import make_program, read
 from autopar.workload import Workload
 
@@ -49,6 +54,40 @@ def capture_batch(
         return capture(model, args, kwargs, training=training)
 
 
+@dataclass(frozen=True)
+class _Carried:
+    """A batch's graph with what a plan decides for it."""
+
+    captured: Captured
+    operators: Operators
+    assignment: Assignment
+
+
+def _carry(
+    model: nn.Module,
+    plan: Plan,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    training: bool | None,
+    captured: Captured | None,
+    local: bool,
+    micro_batches: int = 1,
+) -> _Carried:
+    """Capture a batch and solve for its shapes what ``plan`` leaves open."""
+    captured = captured or capture_batch(model, args, kwargs, training)
+    operators = read(captured)
+    workload = Workload.from_dict(plan.workload)
+    split = _split_inputs(captured, plan.mesh) if local else {}
+    pins = replace(plan_pins(captured, operators, plan), inputs=split, micro_batches=micro_batches)
+    cluster = Cluster.from_dict(plan.cluster)
+    space, program = make_program(
+        captured, operators, plan.mesh, cluster, workload.optimizer, pins, float("inf"), plan.recompute
+    )
+    solution = solve(program)
+    assert solution is not None  # without a budget every space has an answer
+    return _Carried(captured, operators, space.assignment(solution.options))
+
+
 def specialize(
     model: nn.Module,
     plan: Plan,
@@ -70,18 +109,88 @@ def specialize(
     local = inputs == "local"
     if local:
         args, kwargs = widened(args, kwargs, plan.mesh.degree(DATA_AXIS))
-    captured = captured or capture_batch(model, args, kwargs, training)
-    operators = read(captured)
-    workload = Workload.from_dict(plan.workload)
-    pins = replace(plan_pins(captured, operators, plan), inputs=_split_inputs(captured, plan.mesh) if local else {})
-    cluster = Cluster.from_dict(plan.cluster)
-    space, program = make_program(captured, operators, plan.mesh, cluster, workload.optimizer, pins, float("inf"))
-    solution = solve(program)
-    assert solution is not None  # without a budget every space has an answer
-    assignment = space.assignment(solution.options)
-    lost = fallbacks(captured, operators, assignment, plan, input_names(args, kwargs))
-    lengths = _length_dims(captured) if workload.pad_to else ()
-    return replace(emit(captured, operators, assignment), fallbacks=lost, length_dims=lengths)
+    found = _carry(model, plan, args, kwargs, training, captured, local)
+    lost = fallbacks(found.captured, found.operators, found.assignment, plan, input_names(args, kwargs))
+    lengths = _length_dims(found.captured) if Workload.from_dict(plan.workload).pad_to else ()
+    emitted = emit(found.captured, found.operators, found.assignment, plan.recompute)
+    return replace(emitted, fallbacks=lost, length_dims=lengths)
+
+
+def specialize_step(
+    model: nn.Module,
+    plan: Plan,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    training: bool | None = None,
+    captured: Captured | None = None,
+    inputs: str = "global",
+) -> StepProgram:
+    """The program of a whole training step on one batch in the plan's micro-batches: loss and gradients of the global
+    batch. Takes what `specialize` takes. Raises InputError if the model returns no loss, MicroBatchError if it mixes
+    samples or the micro-batches do not divide the batch."""
+    local = inputs == "local"
+    if local:
+        args, kwargs = widened(args, kwargs, plan.mesh.degree(DATA_AXIS))
+    found = _carry(model, plan, args, kwargs, training, captured, local, plan.num_micro_batches)
+    captured, operators, assignment, count = found.captured, found.operators, found.assignment, plan.num_micro_batches
+    loss = _loss(captured)
+    split = frozenset(captured.inputs)
+    if count > 1:
+        split = _split_among(captured, count)
+        assignment = _in_micro_batches(captured, operators, assignment, count, split)
+    emitted = shard(captured, operators, assignment)
+    recompute.tag(emitted, captured, operators, plan.recompute)
+    given = [emitted.inputs[node] for node in captured.inputs if node in split]
+    places = tuple(i for i, o in enumerate(captured.outputs) if i == loss or o.buffer is not None)
+    phases = cut(emitted, assignment.mesh, given, results=places)
+    return StepProgram(captured, operators, assignment, emitted, phases, count, split, places, loss)
+
+
+def _in_micro_batches(
+    captured: Captured, operators: Operators, assignment: Assignment, count: int, split: frozenset[fx.Node]
+) -> Assignment:
+    """``assignment`` over ``count`` micro-batches, which sum up gradients and numbers."""
+    gradients = [p for p in captured.parameters if p.gradient is not None]
+    # what rests sharded over the data axis is reduced there each time: sums of whole gradients would not fit
+    sharded = [i for i, p in enumerate(gradients) if DATA_AXIS in assignment.sources[p.placeholder].split_axes]
+    outputs = output_values(captured)
+    return micro_batched(
+        operators,
+        assignment,
+        count,
+        {node: Place(dim=0) for node in captured.inputs if node in split},
+        [(value, WHOLE if backward or not operators.specs[value].shape else None) for value, backward in outputs],
+        reduced_each=[len(captured.outputs) + i for i in sharded],
+    )
+
+
+def _loss(captured: Captured) -> int:
+    """The place of the one output that carries a gradient; InputError unless that is a number."""
+    found = [i for i, o in enumerate(captured.outputs) if o.tangent is not None]
+    if len(found) == 1 and captured.outputs[found[0]].node.meta["val"].dim() == 0:
+        return found[0]
+    shapes = [str(tuple(captured.outputs[i].node.meta["val"].shape)) for i in found]
+    raise InputError(
+        "train_step needs a model that returns its loss",
+        expected="a scalar called loss, or one scalar with a gradient and nothing else with one",
+        found=f"gradients of outputs of shapes {', '.join(shapes)}" if shapes else "no output with a gradient",
+        change="pass labels in the batch, or take the loss outside: model(**batch), loss.backward()",
+    )
+
+
+def _split_among(captured: Captured, count: int) -> frozenset[fx.Node]:
+    """The inputs that carry the batch, which ``count`` micro-batches must divide; one with a single row is for all."""
+    rows = {n: int(n.meta["val"].shape[0]) for n in captured.inputs if n.meta["val"].dim() > 0}
+    batch = max(rows.values(), default=1)
+    if batch % count:
+        raise MicroBatchError(
+            f"{count} micro-batches do not divide the batch",
+            expected=f"a multiple of {count} samples",
+            found=f"{batch}",
+            change="pass another batch, or plan with a micro_batch_size that divides it",
+        )
+    return frozenset(n for n, size in rows.items() if size == batch)
 
 
 def _split_inputs(captured: Captured, mesh: Mesh) -> dict[fx.Node, Layout]:
@@ -96,3 +205,7 @@ def _length_dims(captured: Captured) -> tuple[frozenset[int], ...]:
     """For every output its dims that carry dim 1 of the inputs, the sequence."""
     dims = read(captured, 1).batch_dims
     return tuple(dims[value_of(output.node)] for output in captured.outputs)
+
+
+#: How a `ParallelModule` comes to its programs.
+MAKERS = Makers(specialize, specialize_step)

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autopar.passes.bucket import bucket
+from autopar.passes.overlap import overlap
+from autopar.passes.recompute import in_time
 from autopar.passes.shard import Sharded
 
 
@@ -58,15 +61,23 @@ def _backward_nodes(sharded: Sharded) -> tuple[dict[fx.Node, None], dict[fx.Node
     return {n: None for n in order if n in needed}, {n: None for n in order if n in boundary}
 
 
-def _extract(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], name: str) -> fx.GraphModule:
+def extract(
+    nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], name: str, merge: bool = True
+) -> fx.GraphModule:
+    """The graph that computes ``outputs`` by ``nodes`` from ``inputs``, which become its placeholders. ``merge`` its
+    collectives, unless it is to be cut further."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         new[node] = graph.placeholder(node.name)
         new[node].meta = dict(node.meta)
-    for node in nodes:
-        new[node] = graph.node_copy(node, lambda n: new[n])
-    graph.output(tuple(new[n] for n in outputs))
+    calls, stands = in_time(nodes)
+    for node in calls:
+        new[node] = graph.node_copy(node, lambda n: new[stands.get(n, n)])
+    graph.output(tuple(new[stands.get(n, n)] for n in outputs))
+    if merge:
+        bucket(graph)
+        overlap(graph)
     graph.lint()
     return fx.GraphModule(torch.nn.Module(), graph, class_name=name)
 
@@ -87,10 +98,10 @@ def partition(sharded: Sharded, *, results: Collection[int] | None = None, gradi
             stack.extend(node.all_input_nodes)
     order = [n for n in sharded.module.graph.nodes if n in forward]
     inputs = [n for n in order if n.op == "placeholder"]
-    module = _extract([n for n in order if n.op == "call_function"], inputs, [*wanted, *saved], "Forward")
+    module = extract([n for n in order if n.op == "call_function"], inputs, [*wanted, *saved], "Forward")
     backward = None
     if gradients and sharded.gradients:
-        backward = _extract(list(calls), list(boundary), list(sharded.gradients), "Backward")
+        backward = extract(list(calls), list(boundary), list(sharded.gradients), "Backward")
     return Program(
         module,
         backward,

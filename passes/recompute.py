@@ -1,23 +1,90 @@
-"""Tags every forward value: kept for the backward, or made again there.
+"""Tags every forward value: kept for the backward, or made again there; and puts what is made again where it is needed.
 
-Invariant: after `tag`, each forward call node has ``meta["recompute"]``, and the partitioner chooses nothing. Made
-again are views, which cost nothing: keeping base and view would keep the same bytes twice. Gathered weights never come
-up: capture gives the backward its own use of every parameter, so each direction gathers for itself. Left alone, both of
-PyTorch's partitioners would keep them, and ZeRO-3 would silently keep the whole model (DESIGN section 6).
+Invariant of `tag`: each forward call node has ``meta["recompute"]``, as `sharding.recompute` decides for the operators
+that the nodes were emitted for, and the partitioner chooses nothing. Left alone, both of PyTorch's partitioners would
+keep gathered weights, and ZeRO-3 would silently keep the whole model (DESIGN section 6).
+
+Invariant of `in_time`: a backward computes the same, each forward node right before its first use, and what both
+directions would redistribute alike is redistributed once.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from torch import fx
 
-from autopar.sharding.operators import VIEWS
+from autopar.capture.graph import Captured
+from autopar.passes.shard import Sharded
+from autopar.sharding.operators import VIEWS, Operators
+from autopar.sharding.recompute import made_again
 
 
-def tag(graph: fx.Graph) -> None:
-    """Tag the forward nodes of a sharded joint graph."""
-    for node in graph.nodes:
-        if node.op == "call_function" and not node.meta["backward"]:
-            source = node.all_input_nodes[0] if node.target is operator.getitem else node
-            node.meta["recompute"] = source.target in VIEWS
+def tag(sharded: Sharded, captured: Captured, operators: Operators, mode: str = "none") -> None:
+    """Tag the forward nodes of a rank's joint graph by ``mode``, as `sharding.recompute` reads it. What depends on
+    coordinates alone, and redistributed parameters, are made again in every mode."""
+    again = made_again(operators, mode)
+    constants = {sharded.coordinates}
+    weights = {sharded.coordinates, *(sharded.inputs[p.placeholder] for p in captured.parameters)}
+    for node in sharded.module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.all_input_nodes and constants.issuperset(node.all_input_nodes):
+            constants.add(node)
+            node.meta["constant"] = True
+        if node.meta["backward"]:
+            continue
+        moves, owner = "piece" in node.meta, node.meta.get("operator")  # the shard pass marks redistributions so
+        if node in constants or (moves and weights.issuperset(node.all_input_nodes)):
+            weights.add(node)
+        source = node.all_input_nodes[0] if node.target is operator.getitem else node
+        made = again.moves if moves else again.operators
+        node.meta["recompute"] = node in weights or source.target in VIEWS or owner in made
+
+
+def in_time(nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
+    """The calls of a graph in a new order: those of the backward in theirs, each after the calls of the forward that it
+    needs and that were not there yet. Second, what stands for calls that are left out, because another call of the
+    other direction redistributes the same value in the same way."""
+    listed = list(nodes)
+    if not any(node.meta["backward"] for node in listed):
+        return listed, {}
+    late = {node for node in listed if not node.meta["backward"]}
+    order: dict[fx.Node, None] = {}
+    for node in listed:
+        if node not in late:
+            for found in _before(node, late, order):
+                order[found] = None
+            order[node] = None
+    return _merged([*order, *(node for node in listed if node not in order)])
+
+
+def _before(node: fx.Node, late: Collection[fx.Node], placed: Collection[fx.Node]) -> list[fx.Node]:
+    """What of ``late`` a node needs and is not ``placed`` yet, in the order of need."""
+    found: dict[fx.Node, None] = {}
+    stack = [(arg, False) for arg in reversed(node.all_input_nodes)]
+    while stack:
+        arg, ready = stack.pop()
+        if ready:
+            found[arg] = None
+        elif arg in late and arg not in placed and arg not in found:
+            stack.append((arg, True))
+            stack.extend((other, False) for other in reversed(arg.all_input_nodes))
+    return list(found)
+
+
+def _merged(order: Sequence[fx.Node]) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
+    """Leave out redistributions, and what depends on coordinates alone, that the other direction has made already."""
+    first: dict[Any, fx.Node] = {}
+    stands: dict[fx.Node, fx.Node] = {}
+    kept = []
+    for node in order:
+        key = (node.target, repr(fx.node.map_arg((node.args, node.kwargs), lambda n: stands.get(n, n))))
+        other = first.setdefault(key, node) if "piece" in node.meta or node.meta.get("constant") else node
+        if other.meta["backward"] != node.meta["backward"]:
+            stands[node] = other
+        else:
+            kept.append(node)
+    return kept, stands

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import fx
 from autopar.capture.graph import Captured
 from autopar.passes.collectives import aten, emit_step
 from autopar.sharding.assignment import AliasKey, Assignment, Router, Transfer, result_layouts
+from autopar.sharding.buckets import Pieces
 from autopar.sharding.layout import Layout
 from autopar.sharding.operators import Operator, Operators, Value, value_of
 from autopar.sharding.rule import Local, layouts, run_local
@@ -52,6 +53,8 @@ class _Emitter:
         self.nodes: dict[tuple[Value, bool | None, Layout], fx.Node] = {}
         self.meta: dict[str, Any] = {}
         self.transfers: list[Transfer] = []
+        named = [(p.name, p.placeholder, p.gradient) for p in captured.parameters]
+        self.pieces = Pieces(operators, self.mesh, named)
         self.memo: dict[tuple[Any, ...], fx.Node] = {}
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -84,17 +87,24 @@ class _Emitter:
         for node in self.captured.graph.find_nodes(op="placeholder"):
             new[node] = self.graph.placeholder(node.name)
             new[node].meta = {"backward": node.meta["backward"], "module": node.meta["module"]}
+            if Value(node) in self.pieces.parameters:
+                new[node].meta["parameter"] = self.pieces.parameters[Value(node)]
             self.nodes[(Value(node), None, self.produced[Value(node)])] = new[node]
         return new
 
-    def read(self, value: Value, backward: bool, alias: Layout | None, wanted: Layout) -> fx.Node:
-        """``value`` in layout ``wanted``, redistributed where needed."""
+    def read(
+        self, value: Value, backward: bool, alias: Layout | None, wanted: Layout, output: bool = False
+    ) -> fx.Node:
+        """``value`` in layout ``wanted``, redistributed where needed; ``output`` if it leaves the graph there."""
         own = self.produced[value]
         for transfer in self.router.route(value, self.operators.specs[value], backward, own, alias, wanted):
+            transfer = replace(transfer, output=output)
             self.transfers.append(transfer)
             x = self._in(value, backward, transfer.source)
-            for step in transfer.steps:
+            for step, piece in zip(transfer.steps, self.pieces.of(transfer), strict=True):
+                self.meta["piece"] = piece
                 x = emit_step(self.emit, x, step, self.mesh, transfer.spec.shape, self.coordinate)
+            self.meta.pop("piece", None)
             self.nodes[(value, backward, transfer.target)] = x
         return self._in(value, backward, wanted)
 
@@ -102,7 +112,8 @@ class _Emitter:
         return self.nodes[(value, None, layout) if layout == self.produced[value] else (value, backward, layout)]
 
     def operator(self, op: Operator) -> None:
-        self.meta = {"module": op.node.meta["module"], "block": op.node.meta["block"], "backward": op.backward}
+        meta = op.node.meta
+        self.meta = {name: meta[name] for name in ("module", "block", "backward")} | {"operator": op.node}
         ins, outs = layouts(op.rule, self.assignment.strategies[op.node], self.mesh)
         operands = []
         for value, layout in zip(op.operands, ins, strict=True):
@@ -125,14 +136,14 @@ class _Emitter:
 
     def sinks(self) -> tuple[list[fx.Node], list[fx.Node]]:
         results, gradients = [], []
-        wanted = iter(self.assignment.sinks)
+        wanted = ((self.assignment.sink_aliases.get(i), layout) for i, layout in enumerate(self.assignment.sinks))
         for output in self.captured.outputs:
             self.meta = {"module": "", "block": None, "backward": False}
-            results.append(self.read(value_of(output.node), False, None, next(wanted)))
+            results.append(self.read(value_of(output.node), False, *next(wanted), output=True))
         for p in self.captured.parameters:
             if p.gradient is not None:
                 self.meta = {"module": p.name.rpartition(".")[0], "block": None, "backward": True}
-                gradients.append(self.read(value_of(p.gradient), True, None, next(wanted)))
+                gradients.append(self.read(value_of(p.gradient), True, *next(wanted), output=True))
         return results, gradients
 
 

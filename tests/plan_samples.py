@@ -21,7 +21,7 @@ def sample_plan(**changes: Any) -> Plan:
         "micro_batch_size": 8,
         "num_micro_batches": 2,
         "schedule": None,
-        "recompute": "nothing",
+        "recompute": "selective",
         "step_time": 0.412,
         "breakdown": {"compute": 0.350, "exposed communication": 0.062, "bubble": 0.0},
         "memory": {"parameters": 2 * GIB, "gradients": 2 * GIB, "optimizer": 4 * GIB,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from models import CASES, Case
@@ -17,6 +19,14 @@ HINTS = {
     "tp4": autopar.Hints(tp=4),
     "dp4-zero3": autopar.Hints(dp=4, zero=3),
     "dp2-tp2-zero3": autopar.Hints(dp=2, tp=2, zero=3),
+}
+#: Every way to recompute, each on another mesh.
+RECOMPUTE = {
+    "dp2-tp2-zero3-full": autopar.Hints(dp=2, tp=2, zero=3, recompute="full"),
+    "dp2-tp2-selective": autopar.Hints(dp=2, tp=2, recompute="selective"),
+    "tp4-full": autopar.Hints(tp=4, recompute="full"),
+    "dp4-zero3-selective": autopar.Hints(dp=4, zero=3, recompute="selective"),
+    "dp4-first": autopar.Hints(dp=4, recompute="full:1"),
 }
 
 
@@ -41,8 +51,18 @@ def _forward_values(
     return run_ranks(special.program.forward, inputs, mesh)[0][special.program.num_results :]
 
 
-@pytest.mark.parametrize("hints", HINTS.values(), ids=HINTS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def _cases() -> list[Any]:
+    found = [pytest.param(case, hints, id=f"{case.name}-{name}") for case in CASES for name, hints in HINTS.items()]
+    for case in CASES:
+        for i, (name, hints) in enumerate(RECOMPUTE.items()):
+            quick = case.name in ("llama", "bert")[: 2 - i]  # one after the other, the rest slow
+            if case.name != "mlp" or hints.recompute == "selective":  # which has no blocks
+                marks = [] if quick else [pytest.mark.slow]
+                found.append(pytest.param(case, hints, id=f"{case.name}-{name}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("case", "hints"), _cases())
 def test_saved_activations_and_parameters_take_the_bytes_that_the_plan_says(case: Case, hints: autopar.Hints) -> None:
     """Exactly, for activations saved for the backward (each storage once) and for parameters at rest."""
     model, batch = case.make()

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol, TypeVar
 
-from torch import fx
+from torch import fx, nn
 
 from autopar.capture.graph import Captured
 from autopar.passes import recompute
 from autopar.passes.partition import Program, partition
+from autopar.passes.phases import Phases
 from autopar.passes.shard import Sharded, shard
+from autopar.plan import Plan
 from autopar.runtime.batches import Fallback
 from autopar.sharding.assignment import Assignment
+from autopar.sharding.layout import Layout
 from autopar.sharding.operators import Operators
+
+T = TypeVar("T", covariant=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +40,11 @@ class Specialization:
     def input_name(self, placeholder: fx.Node) -> str:
         """The name under which a captured placeholder enters the program."""
         return self.sharded.inputs[placeholder].name
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The places of the results of `whole` among the captured outputs: all."""
+        return tuple(range(len(self.captured.outputs)))
 
     @cached_property
     def reached(self) -> dict[str, frozenset[int]]:
@@ -57,8 +69,61 @@ class Specialization:
         return partition(self.sharded, results=[i for i, o in outputs if o.tangent is not None or o.buffer is not None])
 
 
-def emit(captured: Captured, operators: Operators, assignment: Assignment) -> Specialization:
-    """Shard, tag and partition."""
+@dataclass(frozen=True, eq=False)
+class StepProgram:
+    """What runs a whole training step: ``phases`` over ``count`` micro-batches. ``assignment`` is on the mesh with the
+    micro-batch axis where there are several; ``split`` are the captured inputs that every micro-batch has a part of,
+    ``places`` those of the results among the captured outputs, ``loss`` is the one of the loss."""
+
+    captured: Captured
+    operators: Operators
+    assignment: Assignment
+    sharded: Sharded
+    phases: Phases
+    count: int
+    split: frozenset[fx.Node]
+    places: tuple[int, ...]
+    loss: int
+
+    def input_name(self, placeholder: fx.Node) -> str:
+        """The name under which a captured placeholder enters the phases."""
+        return self.sharded.inputs[placeholder].name
+
+    def storage(self, placeholder: fx.Node) -> Layout:
+        """The layout in which a parameter rests, the same in every micro-batch."""
+        return self.assignment.sources[placeholder]
+
+
+#: What a rank runs: a forward with its backward, or a whole step.
+Emitted = Specialization | StepProgram
+
+
+class Maker(Protocol[T]):
+    """Makes a program for a batch's shapes: ``make(model, plan, args, kwargs, training=, inputs=)``."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        training: bool | None = None,
+        inputs: str = "global",
+    ) -> T: ...
+
+
+@dataclass(frozen=True)
+class Makers:
+    """How programs are made, of a forward with its backward and of a whole step. The runtime is handed them: it knows
+    how to run programs and not how they are decided."""
+
+    forward: Maker[Specialization]
+    step: Maker[StepProgram]
+
+
+def emit(captured: Captured, operators: Operators, assignment: Assignment, mode: str = "none") -> Specialization:
+    """Shard, tag by ``mode`` of recomputation, and partition."""
     sharded = shard(captured, operators, assignment)
-    recompute.tag(sharded.module.graph)
+    recompute.tag(sharded, captured, operators, mode)
     return Specialization(captured, operators, assignment, sharded, partition(sharded))

@@ -18,8 +18,10 @@ from autopar.cost_model.communication import collective_seconds
 from autopar.cost_model.compute import operator_seconds
 from autopar.cost_model.memory import SYMBOLS as STATE_SYMBOLS
 from autopar.cost_model.memory import state_formulas
+from autopar.sharding.buckets import BUCKET_BYTES, block_of
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value
+from autopar.sharding.recompute import made_again, needed
 from autopar.sharding.redistribute import LOCAL, Step, redistribution, whole_elements
 from autopar.sharding.rule import Strategy, layouts, work_share
 from autopar.solver.program import Edge, Floats, Program
@@ -38,33 +40,75 @@ def state_bytes(numel: int, dtype: torch.dtype, optimizer: str, trained: bool = 
 
 
 @dataclass(frozen=True)
+class Share:
+    """How many times its own bytes a parameter's collectives move at least, together with the others of a bucket: a
+    gather or a reduce-scatter with its block, an all-reduce with the gradients that come before and after.
+
+    A collective of X bytes takes f(X) seconds with f(X) / X falling, so f(m X) / m bounds a piece's part from below
+    for every m that no bucket exceeds; where a whole block goes the same way it is that part.
+    """
+
+    block: float
+    whole: float
+
+    def times(self, kind: str) -> float:
+        """The factor of one kind of collective."""
+        return {"all_gather": self.block, "reduce_scatter": self.block, "all_reduce": self.whole}.get(kind, 1.0)
+
+
+def bucket_shares(space: Space, captured: Captured) -> dict[int, Share]:
+    """The shares of all parameters, by their decision; of tied blocks that of the first."""
+    sizes: dict[str | None, list[int]] = defaultdict(list)
+    for p in captured.parameters:
+        sizes[block_of(p.name)].append(p.spec.bytes)
+
+    def bucket(held: list[int]) -> int:
+        return min(sum(held), BUCKET_BYTES + max(held))
+
+    whole = bucket([nbytes for held in sizes.values() for nbytes in held])
+    found: dict[int, Share] = {}
+    for p in captured.parameters:
+        block, held = block_of(p.name), sizes[block_of(p.name)]
+        together = bucket(held) if block is None else sum(held)
+        own = max(p.spec.bytes, 1)
+        found.setdefault(space.of_source[p.placeholder][0], Share(together / own, whole / own))
+    return found
+
+
+@dataclass(frozen=True)
 class Prices:
     """The price of work and of redistributions on one mesh of one cluster."""
 
     cluster: Cluster
     mesh: Mesh
 
-    def step_seconds(self, step: Step, spec: TensorSpec) -> float:
-        """Seconds of one elementary move of a redistribution; local ones are free."""
+    def step_seconds(self, step: Step, spec: TensorSpec, share: Share | None = None) -> float:
+        """Seconds of one elementary move of a redistribution; local ones are free. With ``share``, its part of the
+        seconds of a bucket."""
         if step.kind in LOCAL:
             return 0.0
-        return self._collective(step.kind, step.axis, whole_elements(step, self.mesh, spec.shape) * spec.dtype.itemsize)
+        nbytes = whole_elements(step, self.mesh, spec.shape) * spec.dtype.itemsize
+        times = share.times(step.kind) if share is not None else 1.0
+        return self.collective_seconds(step.kind, step.axis, nbytes * times) / times
 
     @functools.cache  # noqa: B019  frozen, and as short-lived as the solve
-    def _collective(self, kind: str, axis: str, nbytes: int) -> float:
+    def collective_seconds(self, kind: str, axis: str, nbytes: float) -> float:
+        """Seconds of one collective over an axis on a whole tensor of ``nbytes``."""
         group = self.cluster.group(self.mesh.stride(axis), self.mesh.degree(axis))
         return float(collective_seconds(kind, nbytes, group, self.cluster.device))
 
     @functools.cache  # noqa: B019
-    def redistribution_seconds(self, source: Layout, target: Layout, spec: TensorSpec) -> float:
+    def redistribution_seconds(
+        self, source: Layout, target: Layout, spec: TensorSpec, share: Share | None = None
+    ) -> float:
         """Seconds of a redistribution, inf where there is no way."""
         steps = redistribution(source, target, self.mesh, spec.shape, spec.dtype.itemsize)
-        return float("inf") if steps is None else sum(self.step_seconds(step, spec) for step in steps)
+        return float("inf") if steps is None else sum(self.step_seconds(step, spec, share) for step in steps)
 
-    def flow_matrix(self, flow: Flow) -> Edge:
+    def flow_matrix(self, flow: Flow, share: Share | None = None) -> Edge:
         """The edge of a flow, by distinct layouts on both sides."""
         rows, columns = sorted(set(flow.offered)), sorted(set(flow.wanted))
-        cost = np.array([[self.redistribution_seconds(r, c, flow.spec) for c in columns] for r in rows])
+        cost = np.array([[self.redistribution_seconds(r, c, flow.spec, share) for c in columns] for r in rows])
         return Edge(
             flow.source,
             flow.target,
@@ -96,33 +140,12 @@ def local_work(op: Operator, operators: Operators, mesh: Mesh, strategy: Strateg
     return op.flops * work_share(op.rule, strategy, mesh), float(moved), dtype
 
 
-def read_by_backward(operators: Operators) -> list[Value]:
-    """The results of forward operators that the backward reads."""
-    by_node = operators.by_node
-    return [
-        value
-        for value, users in operators.consumers.items()
-        if value.node in by_node and not by_node[value.node].backward and any(by_node[n].backward for n, _ in users)
-    ]
-
-
-def saved_values(operators: Operators, in_place: Callable[[Operator], bool]) -> list[Value]:
-    """The forward values kept for the backward, each storage once: a view shares the storage of its operand if that is
-    read ``in_place``, not redistributed first. Placeholders are kept anyway."""
-    saved: dict[Value, None] = {}
-    for value in read_by_backward(operators):
-        while (op := operators.by_node.get(value.node)) is not None and op.is_view and in_place(op):
-            value = op.operands[0]
-        if value.node in operators.by_node:
-            saved[value] = None
-    return list(saved)
-
-
-def _operator_seconds(space: Space, operators: Operators, prices: Prices) -> list[Floats]:
-    """Seconds of the operators of every decision, by option, blocks that are tied counted as often as they occur."""
+def _operator_seconds(space: Space, operators: Operators, prices: Prices, again: Iterable[fx.Node]) -> list[Floats]:
+    """Seconds of the operators of every decision, by option, blocks that are tied counted as often as they occur, and
+    those that are made ``again`` once more."""
     counts: dict[fx.Node, int] = defaultdict(int)
-    for op in operators:
-        counts[space.canon.get(op.node, op.node)] += 1
+    for node in (*operators.by_node, *again):
+        counts[space.canon.get(node, node)] += 1
     where: list[tuple[int, int, int]] = []
     work = []
     for node, count in counts.items():
@@ -142,8 +165,10 @@ def _follows(space: Space, operators: Operators, view: Operator) -> bool:
     return source in operators.by_node and space.of_node[source][0] == space.of_node[view.node][0]
 
 
-def memory_by_option(space: Space, captured: Captured, operators: Operators, optimizer: str) -> list[Floats]:
-    """Bytes that every option of every decision keeps on a device: parameter state, and activations saved for the
+def memory_by_option(
+    space: Space, captured: Captured, operators: Operators, optimizer: str, saved: Iterable[Value]
+) -> list[Floats]:
+    """Bytes that every option of every decision keeps on a device: parameter state, and activations ``saved`` for the
     backward."""
     memory = [np.zeros(decision.size) for decision in space.decisions]
     for p in captured.parameters:
@@ -151,8 +176,7 @@ def memory_by_option(space: Space, captured: Captured, operators: Operators, opt
         for k, layout in enumerate(chosen):
             local = layout.local_bytes(space.mesh, p.spec) // p.spec.dtype.itemsize
             memory[d][k] += sum(state_bytes(local, p.spec.dtype, optimizer, p.gradient is not None).values())
-    # A view that follows its operand reads it as it is; one that decides for itself may have it redistributed.
-    for value in saved_values(operators, lambda view: _follows(space, operators, view)):
+    for value in saved:
         op = operators.by_node[value.node]
         d, strategies = space.of_node[value.node]
         for k, strategy in enumerate(strategies):
@@ -167,11 +191,24 @@ def _merged(edges: Iterable[tuple[Edge, int]]) -> list[Edge]:
 
 
 def price(
-    space: Space, captured: Captured, operators: Operators, prices: Prices, optimizer: str, budget: float
+    space: Space,
+    captured: Captured,
+    operators: Operators,
+    prices: Prices,
+    optimizer: str,
+    budget: float,
+    recompute: str = "none",
 ) -> Program:
-    """The integer program of a space."""
-    seconds = _operator_seconds(space, operators, prices)
+    """The integer program of a space. Redistributions that are made again are left out: the backward may share them."""
+    # A view that follows its operand reads it as it is; one that decides for itself may have it redistributed.
+    follows = {op.node for op in operators if op.is_view and _follows(space, operators, op)}
+    kept = needed(operators, made_again(operators, recompute), follows)
+    seconds = _operator_seconds(space, operators, prices, kept.operators)
     seconds = [np.where(d.allowed, s, np.inf) for d, s in zip(space.decisions, seconds, strict=True)]
-    memory = memory_by_option(space, captured, operators, optimizer)
-    edges = _merged((prices.flow_matrix(flow), count) for flow, count in space.flows.items())
+    memory = memory_by_option(space, captured, operators, optimizer, [value for value, _ in kept.saved])
+    shares = bucket_shares(space, captured)
+    edges = _merged(
+        (prices.flow_matrix(flow, shares.get(flow.source, shares.get(flow.target))), count)
+        for flow, count in space.flows.items()
+    )
     return Program(seconds, memory, edges, budget)

@@ -13,12 +13,13 @@ from torch import nn
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.errors import HintError, InfeasibleError
-from autopar.hints import Hints, check_hints
+from autopar.hints import Hints, check_hints, check_recompute
 from autopar.plan import Alternative, ParameterPlan, Plan
 from autopar.report.describe import describe_layers, describe_replicated
 from autopar.report.units import bytes_text
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operators
+from autopar.sharding.recompute import forward_blocks
 from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.program import solve
 from autopar.solver.space import Pins
@@ -34,12 +35,13 @@ GAP_SPACE = (
 
 @dataclass(frozen=True)
 class _Task:
-    """What every candidate is solved for."""
+    """What every candidate is solved for; ``recompute`` is what all of them make again."""
 
     captured: Captured
     operators: Operators
     cluster: Cluster
     workload: Workload
+    recompute: str = "none"
 
     def solve(self, mesh: Mesh, pins: Pins, budget: float) -> Solved | None:
         """The fastest assignment on ``mesh`` that keeps at most ``budget`` bytes a device, or None.
@@ -47,9 +49,11 @@ class _Task:
         The program counts a saved view as the solver expects it to be read; where the account of the answer comes out
         higher, the program's budget is lowered by the difference and it is solved again.
         """
-        limit = budget
+        limit, optimizer = budget, self.workload.optimizer
         while True:
-            solved = solve_mesh(self.captured, self.operators, mesh, self.cluster, self.workload.optimizer, pins, limit)
+            solved = solve_mesh(
+                self.captured, self.operators, mesh, self.cluster, optimizer, pins, limit, self.recompute
+            )
             if solved is None or solved.peak_memory <= budget:
                 return solved
             limit -= solved.peak_memory - budget
@@ -57,7 +61,9 @@ class _Task:
     def least_memory(self, mesh: Mesh, pins: Pins) -> float:
         """Bytes a device for which `solve` finds an assignment on ``mesh``, about the fewest; inf if there is none."""
         optimizer = self.workload.optimizer
-        space, program = make_program(self.captured, self.operators, mesh, self.cluster, optimizer, pins, np.inf)
+        space, program = make_program(
+            self.captured, self.operators, mesh, self.cluster, optimizer, pins, np.inf, self.recompute
+        )
         # Only bytes count; where there is no way between two layouts there still is none.
         pairs = zip(program.seconds, program.memory, strict=True)
         program.seconds = [np.where(np.isfinite(s), m * 1e-9, s) for s, m in pairs]
@@ -66,7 +72,9 @@ class _Task:
         if solution is None:
             return float("inf")
         assignment = space.assignment(solution.options)
-        solved = account(self.captured, self.operators, assignment, self.cluster, optimizer, solution)
+        solved = account(
+            self.captured, self.operators, assignment, self.cluster, optimizer, solution, self.recompute
+        )
         return max(solution.memory, solved.peak_memory)
 
 
@@ -85,14 +93,40 @@ def meshes(world_size: int, hints: Hints) -> list[Mesh]:
     return found
 
 
+def micro_batches(mesh: Mesh, hints: Hints, batch: int) -> int:
+    """Into how many micro-batches the hints cut a global ``batch`` on ``mesh``; 0 if it does not divide."""
+    if hints.micro_batch_size is None:
+        return 1
+    count, rest = divmod(batch, mesh.degree("dp") * hints.micro_batch_size)
+    return 0 if rest else count
+
+
+def _check_micro_batches(hints: Hints, batch: int, found: list[Mesh]) -> None:
+    """HintError if the micro-batch size divides the batch on none of the meshes."""
+    if hints.micro_batch_size is not None and not any(micro_batches(mesh, hints, batch) for mesh in found):
+        degrees = ", ".join(str(n) for n in sorted({mesh.degree("dp") for mesh in found}))
+        raise HintError(
+            f"The hint micro_batch_size={hints.micro_batch_size} does not divide the batch.",
+            expected="a global batch of dp x micro_batch_size x a whole number of micro-batches",
+            found=f"a global batch of {batch}, and dp of {degrees}",
+            change="choose a micro_batch_size that divides global_batch / dp, or another batch",
+        )
+
+
 def search(model: nn.Module, captured: Captured, cluster: Cluster, workload: Workload, hints: Hints) -> Plan:
     """The fastest plan that fits. Raises HintError and InfeasibleError."""
     shapes = {name: p.spec.shape for p in captured.parameters for name in (p.name, *p.aliases)}
     check_hints(hints, cluster.size, shapes)
-    task = _Task(captured, read(captured), cluster, workload)
+    task = _Task(captured, read(captured), cluster, workload, hints.recompute or "none")
+    check_recompute(task.recompute, len(forward_blocks(task.operators)))
     pins = hint_pins(captured, hints)
     budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
-    solved: list[tuple[Mesh, Solved | None]] = [(m, task.solve(m, pins, budget)) for m in meshes(cluster.size, hints)]
+    batch = workload.global_batch or 1
+    _check_micro_batches(hints, batch, meshes(cluster.size, hints))
+    candidates = [(mesh, count) for mesh in meshes(cluster.size, hints) if (count := micro_batches(mesh, hints, batch))]
+    solved: list[tuple[Mesh, Solved | None]] = [
+        (mesh, task.solve(mesh, replace(pins, micro_batches=count), budget)) for mesh, count in candidates
+    ]
     fitting = sorted((s for _, s in solved if s is not None), key=lambda s: s.step_time)
     if not fitting:
         raise _no_plan(task, hints, pins, budget)
@@ -176,6 +210,7 @@ def _plan(
 ) -> Plan:
     degrees = dict(best.mesh.axes)
     batch = task.workload.global_batch or 1
+    count = micro_batches(best.mesh, hints, batch)
     parameters = {
         p.name: ParameterPlan(p.spec.shape, best.assignment.sources[p.placeholder]) for p in task.captured.parameters
     }
@@ -184,10 +219,10 @@ def _plan(
         structure=structure_hash((name, p.shape) for name, p in parameters.items()),
         degrees=degrees,
         zero=best.zero,
-        micro_batch_size=max(1, batch // degrees["dp"]),
-        num_micro_batches=1,
+        micro_batch_size=max(1, batch // degrees["dp"] // count),
+        num_micro_batches=count,
         schedule=None,
-        recompute="none",
+        recompute=task.recompute,
         step_time=best.step_time,
         breakdown=best.breakdown,
         memory=best.memory,

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 from autopar.capture.blocks import first_of
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
-from autopar.cost_model.communication import wire_bytes
 from autopar.garbage import collecting_later
 from autopar.plan import Collective
-from autopar.sharding.assignment import Assignment, Transfer, result_layouts, transfers
-from autopar.sharding.layout import Layout, Mesh
-from autopar.sharding.operators import Operators, Value, read_operators
-from autopar.sharding.redistribute import LOCAL, whole_elements
-from autopar.sharding.rule import layouts, work_share
-from autopar.solver.costs import Prices, local_work, price, read_by_backward, state_bytes
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.layout import Mesh
+from autopar.sharding.operators import Operators, read_operators
+from autopar.sharding.recompute import Kept, kept, made_again
+from autopar.sharding.rule import work_share
+from autopar.solver.collectives import collectives
+from autopar.solver.costs import Prices, local_work, price, state_bytes
 from autopar.solver.program import Program, Solution, solve
-from autopar.solver.space import DATA_AXIS, Pins, Space, build_space, output_values
+from autopar.solver.space import DATA_AXIS, Pins, Space, build_space
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,18 @@ def read(captured: Captured, dim: int = 0) -> Operators:
 
 @collecting_later()
 def make_program(
-    captured: Captured, operators: Operators, mesh: Mesh, cluster: Cluster, optimizer: str, pins: Pins, budget: float
+    captured: Captured,
+    operators: Operators,
+    mesh: Mesh,
+    cluster: Cluster,
+    optimizer: str,
+    pins: Pins,
+    budget: float,
+    recompute: str = "none",
 ) -> tuple[Space, Program]:
     """The space of one mesh and its integer program."""
     space = build_space(captured, operators, mesh, pins)
-    return space, price(space, captured, operators, Prices(cluster, mesh), optimizer, budget)
+    return space, price(space, captured, operators, Prices(cluster, mesh), optimizer, budget, recompute)
 
 
 def solve_mesh(
@@ -76,13 +82,14 @@ def solve_mesh(
     optimizer: str,
     pins: Pins,
     budget: float = float("inf"),
+    recompute: str = "none",
 ) -> Solved | None:
     """The fastest assignment on ``mesh`` within ``budget`` bytes a device, or None if there is none."""
-    space, program = make_program(captured, operators, mesh, cluster, optimizer, pins, budget)
+    space, program = make_program(captured, operators, mesh, cluster, optimizer, pins, budget, recompute)
     solution = solve(program)
     if solution is None:
         return None
-    return account(captured, operators, space.assignment(solution.options), cluster, optimizer, solution)
+    return account(captured, operators, space.assignment(solution.options), cluster, optimizer, solution, recompute)
 
 
 @collecting_later()
@@ -93,15 +100,18 @@ def account(
     cluster: Cluster,
     optimizer: str,
     solution: Solution,
+    recompute: str = "none",
 ) -> Solved:
-    """Price an assignment by what the shard pass will emit for it."""
+    """Price an assignment by what the shard pass will emit for it, and by what ``recompute`` makes again."""
     mesh = assignment.mesh
     prices = Prices(cluster, mesh)
-    work = [local_work(op, operators, mesh, assignment.strategies[op.node]) for op in operators]
-    collectives = _collectives(captured, operators, assignment, prices)
+    held = kept(operators, assignment, made_again(operators, recompute))
+    calls = [*operators, *(operators.by_node[node] for node in held.operators)]
+    work = [local_work(op, operators, mesh, assignment.strategies[op.node]) for op in calls]
+    issued = collectives(captured, operators, assignment, prices, held)
     breakdown = {
         "compute": float(prices.work_seconds(work).sum()),
-        "exposed communication": sum(c.seconds for c in collectives),
+        "exposed communication": sum(c.seconds for c in issued),
         "bubble": 0.0,
     }
     flops = sum(op.flops for op in operators)
@@ -110,71 +120,23 @@ def account(
         mesh,
         assignment,
         breakdown,
-        _memory(captured, operators, assignment, optimizer),
-        collectives,
+        _memory(captured, operators, assignment, optimizer, held),
+        issued,
         min(solution.bound, sum(breakdown.values())),
         local / flops if flops else 1.0,
         3 if any(DATA_AXIS in assignment.sources[p.placeholder].split_axes for p in captured.parameters) else 0,
     )
 
 
-def _purpose(transfer: Transfer, parameters: set[object]) -> str:
-    if transfer.value.node in parameters:
-        return "parameters"
-    return (
-        "gradients"
-        if transfer.source.partial
-        and transfer.backward
-        and not transfer.target.partial
-        and any(axis == DATA_AXIS for axis, _ in transfer.source.partial)
-        else "activations"
-    )
-
-
-def _collectives(
-    captured: Captured, operators: Operators, assignment: Assignment, prices: Prices
-) -> tuple[Collective, ...]:
-    """All collectives of a step by kind, axis and purpose."""
-    parameters: set[object] = {p.placeholder for p in captured.parameters}
-    totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
-    for transfer in transfers(operators, output_values(captured), assignment):
-        for step in transfer.steps:
-            if step.kind in LOCAL:
-                continue
-            nbytes = whole_elements(step, assignment.mesh, transfer.spec.shape) * transfer.spec.dtype.itemsize
-            total = totals[step.kind, step.axis, _purpose(transfer, parameters)]
-            total[0] += 1
-            total[1] += nbytes
-            total[2] += float(wire_bytes(step.kind, nbytes, assignment.mesh.degree(step.axis)))
-            total[3] += prices.step_seconds(step, transfer.spec)
-    return tuple(
-        Collective(kind, axis, purpose, int(t[0]), int(t[1]), int(t[2]), t[3])
-        for (kind, axis, purpose), t in sorted(totals.items())
-    )
-
-
-def saved_storages(operators: Operators, assignment: Assignment) -> set[tuple[Value, Layout]]:
-    """The tensors kept for the backward, each storage once: a value in the layout in which it is kept. A view keeps the
-    storage of its operand, or of the redistributed copy that it reads."""
-    produced = result_layouts(operators, assignment)
-    saved = set()
-    for value in read_by_backward(operators):
-        layout = produced[value]
-        while (op := operators.by_node.get(value.node)) is not None and op.is_view and layout == produced[value]:
-            layout = layouts(op.rule, assignment.strategies[op.node], assignment.mesh)[0][0]
-            value = op.operands[0]
-        if value.node in operators.by_node or layout != produced[value]:
-            saved.add((value, layout))
-    return saved
-
-
-def _memory(captured: Captured, operators: Operators, assignment: Assignment, optimizer: str) -> dict[str, int]:
+def _memory(
+    captured: Captured, operators: Operators, assignment: Assignment, optimizer: str, held: Kept
+) -> dict[str, int]:
     """Bytes a device by kind."""
     totals: dict[str, float] = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
     for p in captured.parameters:
         local = assignment.sources[p.placeholder].local_bytes(assignment.mesh, p.spec) // p.spec.dtype.itemsize
         for kind, nbytes in state_bytes(local, p.spec.dtype, optimizer, p.gradient is not None).items():
             totals[kind] += nbytes
-    for value, layout in saved_storages(operators, assignment):
+    for value, layout in held.saved:
         totals["activations"] += layout.local_bytes(assignment.mesh, operators.specs[value])
     return {kind: int(nbytes) for kind, nbytes in totals.items()}

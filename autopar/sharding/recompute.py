@@ -1,0 +1,190 @@
+"""Which forward values are made again in the backward instead of kept, and what that leaves to be kept.
+
+Modes: ``none``; ``selective``: whatever costs no matrix product (norms, activations, rotary embeddings, dropout, casts)
+and attention are made again, matrix products and what collectives gave are kept; ``full``: inside the repeated blocks
+only what enters is kept, collectives are issued again; ``full:4``: the same in the first four blocks, and nothing in
+the others. Views cost nothing and are made again in every mode: to keep base and view would keep the same bytes twice.
+What leaves a block is kept in every mode, or the first backward would make the whole forward again.
+
+Weights are never kept gathered: a redistribution of a parameter is issued again where it is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.sharding.assignment import AliasKey, Assignment, Transfer, result_layouts
+from autopar.sharding.layout import Layout
+from autopar.sharding.operators import Operator, Operators, Value
+from autopar.sharding.redistribute import redistribution
+from autopar.sharding.rule import layouts
+
+#: Operators that do floating point work and are made again under ``selective`` all the same: their results are kept in
+#: far more bytes than their seconds are worth (Korthikanti et al., arXiv:2205.05198).
+_CHEAP_PRODUCTS = frozenset({"autopar::attention"})
+
+
+@dataclass(frozen=True)
+class MadeAgain:
+    """``operators`` are the forward operators that are made again where the backward needs their results, ``moves``
+    those whose operands, where they are redistributed, are redistributed again too."""
+
+    operators: frozenset[fx.Node] = frozenset()
+    moves: frozenset[fx.Node] = frozenset()
+
+
+@dataclass
+class Kept:
+    """What the backward of an assignment takes over from the forward: ``saved`` are values in the layout in which they
+    are kept, each storage once. ``operators`` are the calls and ``transfers`` the redistributions of the forward that
+    it makes again. Keys in order of need; placeholders are kept anyway and do not appear."""
+
+    saved: dict[tuple[Value, Layout], None] = field(default_factory=dict)
+    operators: dict[fx.Node, None] = field(default_factory=dict)
+    transfers: dict[tuple[Value, Layout], Transfer] = field(default_factory=dict)
+
+
+def blocks_made_again(mode: object) -> int | None:
+    """How many blocks ``mode`` makes again in full, from the first; None for all. ValueError if it is no mode."""
+    if mode == "full":
+        return None
+    if mode in ("none", "selective"):
+        return 0
+    if isinstance(mode, str) and (match := re.fullmatch(r"full:([1-9]\d*)", mode)):
+        return int(match[1])
+    raise ValueError(f"{mode!r} is no way to recompute")
+
+
+def forward_blocks(operators: Operators) -> list[str]:
+    """The repeated blocks in the order in which the forward enters them."""
+    return list(dict.fromkeys(op.block for op in operators if op.block is not None and not op.backward))
+
+
+def _base(operators: Operators, value: Value) -> Operator | None:
+    """The operator whose storage a value shares, seen through views; None for placeholders."""
+    op = operators.by_node.get(value.node)
+    while op is not None and op.is_view:
+        op = operators.by_node.get(op.operands[0].node)
+    return op
+
+
+def _leaving(operators: Operators) -> set[fx.Node]:
+    """The forward operators whose results are read in the forward outside of their own block."""
+    found = set()
+    for value, users in operators.consumers.items():
+        op = operators.by_node.get(value.node)
+        readers = [operators.by_node[node] for node, _ in users]
+        if op is not None and any(not r.backward and r.block != op.block for r in readers):
+            base = _base(operators, value)
+            if base is not None:
+                found.add(base.node)
+    return found
+
+
+def _is_cheap(op: Operator) -> bool:
+    return not op.is_heavy or getattr(op.call.target, "name", lambda: "")() in _CHEAP_PRODUCTS
+
+
+def made_again(operators: Operators, mode: str) -> MadeAgain:
+    """What ``mode`` (see the module) makes again. More blocks than there are means all of them."""
+    blocks = frozenset(forward_blocks(operators)[: blocks_made_again(mode)])
+    leaving = _leaving(operators)
+
+    def again(op: Operator) -> bool:
+        if op.is_view:
+            return True
+        return op.node not in leaving and (op.block in blocks or (mode == "selective" and _is_cheap(op)))
+
+    forward = [op for op in operators if not op.backward]
+    return MadeAgain(
+        frozenset(op.node for op in forward if again(op)), frozenset(op.node for op in forward if op.block in blocks)
+    )
+
+
+def needed(operators: Operators, again: MadeAgain, in_place: Collection[fx.Node] | None = None) -> Kept:
+    """`kept` before layouts are known. ``in_place`` are the views that read their operand as it is, None: all; any
+    other is kept itself, unless its block moves its operands again."""
+    found = Kept()
+    whole = Layout(())
+    stack = list(reversed(read_by_backward(operators)))
+    seen: set[Value] = set()
+    while stack:
+        value = stack.pop()
+        op = operators.by_node.get(value.node)
+        if op is None or value in seen:
+            continue
+        seen.add(value)
+        held = op.is_view and in_place is not None and op.node not in in_place and op.node not in again.moves
+        if op.node not in again.operators or held:
+            found.saved[value, whole] = None
+            continue
+        found.operators[op.node] = None
+        stack.extend(reversed(op.operands))
+    return found
+
+
+def read_by_backward(operators: Operators) -> list[Value]:
+    """The results of forward operators that the backward reads."""
+    by_node = operators.by_node
+    return [
+        value
+        for value, users in operators.consumers.items()
+        if value.node in by_node and not by_node[value.node].backward and any(by_node[n].backward for n, _ in users)
+    ]
+
+
+def _forward_moves(operators: Operators, assignment: Assignment) -> dict[tuple[Value, Layout], tuple[Operator, Layout]]:
+    """For every redistributed copy in the forward the operator for which it is made first, and the layout it is made
+    from: what `Router` decides."""
+    produced = result_layouts(operators, assignment)
+    found: dict[tuple[Value, Layout], tuple[Operator, Layout]] = {}
+    for op in operators:
+        if op.backward:
+            continue
+        wanted, _ = layouts(op.rule, assignment.strategies[op.node], assignment.mesh)
+        for value, layout in zip(op.operands, wanted, strict=True):
+            alias = assignment.aliases.get(AliasKey(value, op.backward, op.block))
+            if alias is not None and alias != produced[value]:
+                found.setdefault((value, alias), (op, produced[value]))
+            if layout != produced[value]:
+                found.setdefault((value, layout), (op, produced[value] if alias is None else alias))
+    return found
+
+
+def kept(operators: Operators, assignment: Assignment, again: MadeAgain) -> Kept:
+    """What the backward of ``assignment`` takes over, and what it makes again.
+
+    A value that is made again reads its operands in the layouts in which it read them in the forward. Where that is a
+    redistributed copy, the copy is kept, or issued again if it is one of a parameter or ``again`` says so.
+    """
+    found, produced = Kept(), result_layouts(operators, assignment)
+    moves = _forward_moves(operators, assignment)
+    stack = [(value, produced[value]) for value in reversed(read_by_backward(operators))]
+    seen: set[tuple[Value, Layout]] = set()
+    while stack:
+        value, layout = stack.pop()
+        if (value, layout) in seen:
+            continue
+        seen.add((value, layout))
+        op = operators.by_node.get(value.node)
+        if layout != produced[value]:
+            reader, source = moves[value, layout]
+            if op is not None and reader.node not in again.moves:
+                found.saved[value, layout] = None
+                continue
+            spec = operators.specs[value]
+            steps = redistribution(source, layout, assignment.mesh, spec.shape, spec.dtype.itemsize)
+            assert steps is not None
+            found.transfers[value, layout] = Transfer(value, spec, False, source, layout, steps)
+            stack.append((value, source))
+        elif op is not None and op.node not in again.operators:
+            found.saved[value, layout] = None
+        elif op is not None:
+            found.operators[op.node] = None
+            wanted, _ = layouts(op.rule, assignment.strategies[op.node], assignment.mesh)
+            stack.extend(reversed(list(zip(op.operands, wanted, strict=True))))
+    return found
