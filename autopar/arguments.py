@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from autopar.errors import (
     InputError,
     OptimizerError,
     PlanError,
+    WeightsError,
     WorkloadError,
 )
 from autopar.hints import Hints
@@ -72,6 +74,26 @@ def check_inputs(inputs: object) -> None:
             expected='"global" (every rank passes the whole batch) or "local" (every rank passes its part)',
             found=repr(inputs),
             change='pass inputs="global" or inputs="local"',
+        )
+
+
+def check_weights(model: nn.Module, weights: object) -> None:
+    """WeightsError if ``weights`` are given for a model that has weights, or are no path."""
+    if weights is None:
+        return
+    if not isinstance(weights, str | os.PathLike):
+        raise WeightsError(
+            "weights is not of a kind that is understood",
+            expected="the path of a directory that save_pretrained wrote",
+            found=f"{type(weights).__name__}: {weights!r}"[:200],
+            change='pass for instance weights="models/llama"',
+        )
+    if not all(p.is_meta for p in model.parameters()):
+        raise WeightsError(
+            f"{type(model).__name__} has weights already",
+            expected="a model on the meta device to fill",
+            found=f"weights={os.fspath(weights)!r}, and parameters with values",
+            change="leave weights out, or build the model inside `with torch.device('meta'):`",
         )
 
 

@@ -49,6 +49,10 @@ class MicroBatchError(AutoparError):
     """A model or batch that cannot run in micro-batches."""
 
 
+class WeightsError(AutoparError):
+    """A directory of weights cannot be read or written, or holds those of another model."""
+
+
 class InputError(AutoparError):
     """A batch has the wrong structure, shape or dtype for the model."""
 

@@ -129,22 +129,24 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def initialize(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, rank: int) -> Pieces:
+def initialize(
+    model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, rank: int, seed: int | None = None
+) -> Pieces:
     """``rank``'s pieces of the parameters in ``layouts``, and all buffers, of a meta model that initialises itself with
-    the seed of rank 0 (``torch.initial_seed()``).
+    ``seed``, by default that of rank 0 (``torch.initial_seed()``; every rank must ask).
 
     A transformers model gets, bit for bit, the weights that ``torch.manual_seed(seed)`` and ``from_config`` give in one
     process; if it is not as its config makes it any more (a layer exchanged), those of its ``init_weights``. Of other
     models every module runs its ``reset_parameters``, children first, as constructors do. Host memory: the pieces, the
     largest parameter and `RESIDENT`. CaptureError if a module with tensors of its own cannot initialise itself.
     """
-    seed = agree(torch.initial_seed())
+    drawn: int = agree(torch.initial_seed()) if seed is None else seed
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         if is_transformers_model(model):
-            found = _restarting(lambda pinned: _rebuilt(model, layouts, mesh, rank, seed, pinned))
+            found = _restarting(lambda pinned: _rebuilt(model, layouts, mesh, rank, drawn, pinned))
             if found is not None:
                 return found
-        made = _restarting(lambda pinned: _reset(model, layouts, mesh, rank, seed, pinned))
+        made = _restarting(lambda pinned: _reset(model, layouts, mesh, rank, drawn, pinned))
     assert made is not None
     return made
 
@@ -233,8 +235,9 @@ def _pieces(made: nn.Module, model: nn.Module, pager: _Pager, layouts: Mapping[s
     for name, p in made.named_parameters():
         if name in layouts:
             piece = pager.piece(p)
-            whole = piece is None
-            found[name] = own_piece(p, layouts[name], mesh, rank, model.get_parameter(name).dtype) if whole else piece
+            if piece is None:
+                piece = own_piece(p, layouts[name], mesh, rank, model.get_parameter(name).dtype)
+            found[name] = piece
     return found
 
 
@@ -270,10 +273,9 @@ def _empty_on_host(tensor: Tensor) -> Tensor:
 def _reset_modules(model: nn.Module) -> None:
     """Every module's ``reset_parameters``, children first. CaptureError for one that owns tensors and has none."""
     for name, module in _children_first(model, "", set()):
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-        elif hasattr(module, "_reset_parameters"):
-            module._reset_parameters()
+        reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is not None:
+            reset()
         elif [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             raise CaptureError(
                 f"module {name or '(root)'} is on the meta device and cannot initialise itself",
