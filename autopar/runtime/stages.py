@@ -1,0 +1,114 @@
+"""What one pipeline stage does with its graphs in a step, whoever runs them: a rank, or a simulation of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.passes.phases import Phase
+from autopar.passes.pipeline import Stage
+from autopar.runtime.step import Combine, Run, combine, run_phase
+from autopar.schedule import Step, global_order
+
+
+class StageRun:
+    """One step of one stage: its values, of the step and of every micro-batch.
+
+    ``given`` are the inputs that all micro-batches share, by name, ``micro_batches`` those of each, ``sums`` the
+    reductions of `Phases.sums`. What the stages before and after compute is put into ``values`` of the micro-batch
+    before it is read. ``ran`` counts the graphs that were run, by kind of action.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        sums: Mapping[str, str],
+        given: Mapping[str, Any],
+        micro_batches: Sequence[Mapping[str, Any]],
+        run: Run,
+        combine: Combine = combine,
+    ) -> None:
+        self.stage, self._reductions, self._run, self._combine = stage, sums, run, combine
+        self._given, self._batches = dict(given), micro_batches
+        self._sums: dict[str, Any] = {}
+        self.values: list[dict[str, Any]] = [{} for _ in micro_batches]
+        self._handed_on: dict[tuple[str, int], dict[str, Any]] = {}
+        self.ran = {"F": 0, "B": 0, "I": 0, "W": 0}
+
+    def begin(self) -> None:
+        """What is made once a step before the first forward."""
+        stage = self.stage
+        if stage.prologue is not None:
+            for batch in self._batches:
+                self._add(run_phase(self._run, stage.prologue, {**self._given, **batch}))
+            self._given.update(self._sums)
+            self._sums.clear()
+        if stage.once is not None:
+            self._given.update(run_phase(self._run, stage.once, self._given))
+
+    def act(self, kind: str, micro_batch: int) -> None:
+        """Run the graph of one action and drop what is not needed any more."""
+        stage = self.stage
+        phase, kept, sends = {
+            "F": (stage.forward, stage.saved, stage.sends),
+            "B": (stage.backward, (), stage.sends_back),
+            "I": (stage.input, stage.weight.inputs, stage.sends_back),
+            "W": (stage.weight, (), ()),
+        }[kind]
+        values = {**self.values[micro_batch], **self._call(phase, micro_batch)}
+        self._add({name: value for name, value in values.items() if name in stage.left})
+        self.values[micro_batch] = {name: values[name] for name in kept if name in values}
+        self._handed_on[kind, micro_batch] = {name: values[name] for name in sends}
+        self.ran[kind] += 1
+
+    def hand_on(self, kind: str, micro_batch: int) -> dict[str, Any]:
+        """What an action that has run has for a neighbour, by name; given out once."""
+        return self._handed_on.pop((kind, micro_batch))
+
+    def end(self) -> dict[str, Any]:
+        """Results and gradients of the step, as far as they come to be here, by name."""
+        values = {**self._given, **self._sums}
+        if self.stage.finish is not None:
+            values.update(run_phase(self._run, self.stage.finish, values))
+        return {name: values[name] for name in (*self.stage.results, *self.stage.gradients)}
+
+    def _call(self, phase: Phase, micro_batch: int) -> dict[str, Any]:
+        here = {**self._given, **self._batches[micro_batch], **self.values[micro_batch]}
+        return run_phase(self._run, phase, here)
+
+    def _add(self, found: Mapping[str, Any]) -> None:
+        """Add what a micro-batch leaves for the end of the step to what the others have left."""
+        for name, value in found.items():
+            if name in self._reductions and name in self._sums:
+                value = self._combine(self._reductions[name], self._sums[name], value)
+            self._sums[name] = value
+
+
+def run_stages(
+    stages: Sequence[Stage],
+    sums: Mapping[str, str],
+    rows: Sequence[Sequence[Step]],
+    given: Mapping[str, Any],
+    micro_batches: Sequence[Mapping[str, Any]],
+    run: Run,
+    combine: Combine = combine,
+) -> dict[str, Any]:
+    """One step of all stages in one process, in an order that the schedule's ``rows`` of steps allow; returns results
+    and gradients by name, gradients of several stages summed up."""
+    runs = [StageRun(stage, sums, given, micro_batches, run, combine) for stage in stages]
+    for one in runs:
+        one.begin()
+    for step in global_order(rows, len(stages)):
+        for action in step:
+            runs[action.stage].act(action.kind, action.micro_batch)
+        for action in step:
+            if action.kind != "W":
+                to = action.stage + (1 if action.kind == "F" else -1)
+                handed_on = runs[action.stage].hand_on(action.kind, action.micro_batch)
+                if handed_on:
+                    runs[to].values[action.micro_batch].update(handed_on)
+    found: dict[str, Any] = {}
+    for one in runs:
+        for name, value in one.end().items():
+            found[name] = combine("sum", found[name], value) if name in found else value
+    return found
