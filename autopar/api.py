@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from autopar.arguments import (
     check_arguments,
     check_inputs,
     check_plan,
+    check_weights,
     is_for,
     one_batch,
     refuse_optimizers,
@@ -25,9 +27,10 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import is_meta
 from autopar.runtime.process import agree, ensure_process_group
 from autopar.runtime.verify import VerifyReport, compare, real_batch
+from autopar.runtime.weights import load_from
 from autopar.solver.carry import shrink
 from autopar.solver.search import search
-from autopar.specialize import capture_batch, specialize
+from autopar.specialize import MAKERS, capture_batch, specialize, specialize_step
 from autopar.workload import Workload
 
 
@@ -49,7 +52,7 @@ def plan(
     check_arguments(model, cluster=cluster, workload=workload, hints=hints)
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     workload, args, kwargs = one_batch(model, workload or Workload(), example_inputs, cluster.size)
-    captured = capture_batch(model, args, kwargs)
+    captured = capture_batch(model, args, kwargs, precision=workload.precision)
     return search(model, captured, cluster, workload, hints or Hints())
 
 
@@ -62,25 +65,32 @@ def parallelize(
     hints: Hints | None = None,
     example_inputs: ExampleInputs | None = None,
     inputs: Literal["global", "local"] = "global",
+    weights: str | os.PathLike[str] | None = None,
 ) -> ParallelModule:
     """Split ``model`` over all ranks of this run and return the module to train with.
 
     Under torchrun the process group is made if there is none, and ``cluster`` is detected. Without ``plan`` rank 0
-    plans and all ranks take its plan. The model itself is not changed; a model on the meta device is initialised as it
-    initialises itself. Every rank passes the same global batch to the module; with ``inputs="local"`` its own part
-    along dim 0, as a sampler over ``data_rank`` of ``data_world_size`` gives it (``workload`` and ``example_inputs``
-    are of the global batch all the same). Raises PlanError if the plan is for another model or number of ranks,
-    OptimizerError if an optimizer already holds the model's parameters, InputError for other ``inputs``, and what
-    `plan` raises.
+    plans and all ranks take its plan. The model itself is not changed. A model on the meta device is filled from
+    ``weights``, a directory that ``save_pretrained`` wrote, of which every rank reads its own pieces, or without it
+    initialised as it initialises itself, bit for bit as in one process. Every rank passes the same global batch to the
+    module; with ``inputs="local"`` its own part along dim 0, as a sampler over ``data_rank`` of ``data_world_size``
+    gives it (``workload`` and ``example_inputs`` are of the global batch all the same). Raises PlanError if the plan is
+    for another model or number of ranks, OptimizerError if an optimizer already holds the model's parameters,
+    InputError for other ``inputs``, WeightsError if ``weights`` are not the model's or the model has its own already,
+    and what `plan` raises.
     """
     check_arguments(model, cluster=cluster, workload=workload, hints=hints, plan=plan)
     check_inputs(inputs)
+    check_weights(model, weights)
     ensure_process_group()
     refuse_optimizers(model)
     if plan is None:
         plan = _plan_together(model, cluster, workload, hints, example_inputs)
     check_plan(plan, model)
-    return ParallelModule(model, plan, specialize, inputs, initialize if is_meta(model) else None)
+    fill = None
+    if is_meta(model):
+        fill = initialize if weights is None else load_from(weights)
+    return ParallelModule(model, plan, MAKERS, inputs, fill)
 
 
 def verify(
@@ -110,10 +120,12 @@ def verify(
     workload, args, kwargs = one_batch(model, workload or Workload(), example_inputs, where.size)
     whole = materialize(model) if is_meta(model) else model
     args, kwargs = real_batch(whole, args, kwargs)
-    captured = capture_batch(whole, args, kwargs)
+    precision = (workload if found is None else Workload.from_dict(found.workload)).precision
+    captured = capture_batch(whole, args, kwargs, precision=precision)
     if found is None:
         found = search(model, captured, where, workload, hints or Hints())
-    special = specialize(whole, found, args, kwargs, captured=captured)
+    make = specialize if found.num_micro_batches == 1 else specialize_step
+    special = make(whole, found, args, kwargs, captured=captured)
     notes = [] if is_for(found, model) else [f"the plan was made for another model ({found.model}) and carried by name"]
     optimizer = Workload.from_dict(found.workload).optimizer
     return compare(whole, special, args, kwargs, steps=steps, optimizer=optimizer, notes=tuple(notes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from torch import fx, nn
 from autopar.capture import capture
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
-from autopar.errors import InputError, MicroBatchError
+from autopar.errors import InputError
 from autopar.fallback import fallbacks
 from autopar.passes import recompute
 from autopar.passes.phases import cut
@@ -29,11 +30,15 @@ from autopar.solver.carry import plan_pins
 from autopar.solver.program import solve
 from autopar.solver.space import DATA_AXIS, output_values
 from autopar.solver.spmd import make_program, read
-from autopar.workload import Workload
+from autopar.workload import Precision, Workload
 
 
 def capture_batch(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    training: bool | None = None,
+    precision: Precision | None = None,
 ) -> Captured:
     """`capture`, with transformers' warnings about tracing kept quiet.
 
@@ -51,7 +56,7 @@ def capture_batch(
         ) from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return capture(model, args, kwargs, training=training)
+        return capture(model, args, kwargs, training=training, precision=precision)
 
 
 @dataclass(frozen=True)
@@ -63,20 +68,16 @@ class _Carried:
     assignment: Assignment
 
 
-def _carry(
-    model: nn.Module,
-    plan: Plan,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    training: bool | None,
-    captured: Captured | None,
-    local: bool,
-    micro_batches: int = 1,
-) -> _Carried:
-    """Capture a batch and solve for its shapes what ``plan`` leaves open."""
-    captured = captured or capture_batch(model, args, kwargs, training)
-    operators = read(captured)
-    workload = Workload.from_dict(plan.workload)
+def _capture_for(
+    model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool | None
+) -> Captured:
+    """A batch's graph in the dtype in which ``plan`` computes."""
+    return capture_batch(model, args, kwargs, training, Workload.from_dict(plan.workload).precision)
+
+
+def _carry(plan: Plan, captured: Captured, local: bool, micro_batches: int = 1) -> _Carried:
+    """Solve for the shapes of a captured batch what ``plan`` leaves open."""
+    operators, workload = read(captured), Workload.from_dict(plan.workload)
     split = _split_inputs(captured, plan.mesh) if local else {}
     pins = replace(plan_pins(captured, operators, plan), inputs=split, micro_batches=micro_batches)
     cluster = Cluster.from_dict(plan.cluster)
@@ -109,7 +110,7 @@ def specialize(
     local = inputs == "local"
     if local:
         args, kwargs = widened(args, kwargs, plan.mesh.degree(DATA_AXIS))
-    found = _carry(model, plan, args, kwargs, training, captured, local)
+    found = _carry(plan, captured or _capture_for(model, plan, args, kwargs, training), local)
     lost = fallbacks(found.captured, found.operators, found.assignment, plan, input_names(args, kwargs))
     lengths = _length_dims(found.captured) if Workload.from_dict(plan.workload).pad_to else ()
     emitted = emit(found.captured, found.operators, found.assignment, plan.recompute)
@@ -126,21 +127,23 @@ def specialize_step(
     captured: Captured | None = None,
     inputs: str = "global",
 ) -> StepProgram:
-    """The program of a whole training step on one batch in the plan's micro-batches: loss and gradients of the global
-    batch. Takes what `specialize` takes. Raises InputError if the model returns no loss, MicroBatchError if it mixes
-    samples or the micro-batches do not divide the batch."""
+    """The program of a whole training step on one batch, in micro-batches as the plan has them: loss and gradients of
+    the global batch. Takes what `specialize` takes. Raises InputError if the model returns no loss, MicroBatchError if
+    it mixes samples."""
     local = inputs == "local"
     if local:
         args, kwargs = widened(args, kwargs, plan.mesh.degree(DATA_AXIS))
-    found = _carry(model, plan, args, kwargs, training, captured, local, plan.num_micro_batches)
-    captured, operators, assignment, count = found.captured, found.operators, found.assignment, plan.num_micro_batches
-    loss = _loss(captured)
+    captured = captured or _capture_for(model, plan, args, kwargs, training)
+    loss, count = _loss(captured), _count(plan, captured)
+    found = _carry(plan, captured, local, count)
+    operators, assignment = found.operators, found.assignment
     split = frozenset(captured.inputs)
     if count > 1:
-        split = _split_among(captured, count)
+        rows = _rows(captured)
+        split = frozenset(node for node, size in rows.items() if size == max(rows.values()))
         assignment = _in_micro_batches(captured, operators, assignment, count, split)
     emitted = shard(captured, operators, assignment)
-    recompute.tag(emitted, captured, operators, plan.recompute)
+    recompute.tag(emitted, operators, plan.recompute)
     given = [emitted.inputs[node] for node in captured.inputs if node in split]
     places = tuple(i for i, o in enumerate(captured.outputs) if i == loss or o.buffer is not None)
     phases = cut(emitted, assignment.mesh, given, results=places)
@@ -179,18 +182,20 @@ def _loss(captured: Captured) -> int:
     )
 
 
-def _split_among(captured: Captured, count: int) -> frozenset[fx.Node]:
-    """The inputs that carry the batch, which ``count`` micro-batches must divide; one with a single row is for all."""
-    rows = {n: int(n.meta["val"].shape[0]) for n in captured.inputs if n.meta["val"].dim() > 0}
-    batch = max(rows.values(), default=1)
-    if batch % count:
-        raise MicroBatchError(
-            f"{count} micro-batches do not divide the batch",
-            expected=f"a multiple of {count} samples",
-            found=f"{batch}",
-            change="pass another batch, or plan with a micro_batch_size that divides it",
-        )
-    return frozenset(n for n, size in rows.items() if size == batch)
+def _rows(captured: Captured) -> dict[fx.Node, int]:
+    """The inputs that have a batch dim, and their size there."""
+    return {n: int(n.meta["val"].shape[0]) for n in captured.inputs if n.meta["val"].dim() > 0}
+
+
+def _count(plan: Plan, captured: Captured) -> int:
+    """Into how many micro-batches a batch is cut: the plan's, or for a batch of another size as many as keep them at
+    most as large as the plan's and divide it, over the data axis too if there is such a number."""
+    if plan.num_micro_batches == 1:
+        return 1
+    batch, dp = max(_rows(captured).values(), default=1), plan.degrees[DATA_AXIS]
+    least = math.ceil(batch / (plan.micro_batch_size * dp))
+    counts = [count for count in range(least, batch + 1) if batch % count == 0]
+    return next((count for count in counts if batch % (count * dp) == 0), counts[0])
 
 
 def _split_inputs(captured: Captured, mesh: Mesh) -> dict[fx.Node, Layout]:

@@ -55,10 +55,14 @@ class Phases:
     results: tuple[str, ...]
     gradients: tuple[str, ...]
 
+    def all(self) -> list[Phase]:
+        """The phases that there are, in the order in which they run."""
+        every = (self.prologue, self.once, self.forward, self.backward, self.finish)
+        return [phase for phase in every if phase is not None]
+
     def hash(self) -> str:
         """SHA-256 of the text of all phases: equal on every rank of a stage."""
-        every = (self.prologue, self.once, self.forward, self.backward, self.finish)
-        return hashlib.sha256("".join(p.module.code if p else "-" for p in every).encode()).hexdigest()
+        return hashlib.sha256("".join(phase.module.code for phase in self.all()).encode()).hexdigest()
 
 
 #: Picks nodes of a graph.
@@ -71,7 +75,7 @@ class _Cutter:
     def __init__(self, sharded: Sharded, mesh: Mesh, given: Collection[fx.Node], hoist: Pick, merge: bool) -> None:
         self.sharded, self.mesh, self.hoist, self.merge = sharded, mesh, hoist, merge
         self.order = {node: i for i, node in enumerate(sharded.module.graph.nodes)}
-        self.sums = {n: str(n.args[0].args[1]) for n in self.order if is_sum(n)}  # type: ignore[union-attr]
+        self.sums = {n: str(n.args[0].args[1]) for n in self.order if is_sum(n)}
         self.varying = self._varying(given)
 
     def _varying(self, given: Collection[fx.Node]) -> set[fx.Node]:
@@ -88,7 +92,7 @@ class _Cutter:
         if MICRO_BATCH not in self.mesh.names or self.sharded.coordinates not in node.all_input_nodes:
             return False
         if node.target is aten.slice.Tensor:
-            return node.args[2] == 0
+            return bool(node.args[2] == 0)
         weights = node.args[1]
         assert isinstance(weights, list | tuple)  # autopar::starts: axes x dims, row-major
         return any(weights[: len(weights) // len(self.mesh.axes)])
@@ -159,8 +163,8 @@ def cut(
 
     ``given`` are the placeholders that vary: the tensors of the batch. ``results`` are the places of the results
     wanted; none may vary but where there is one micro-batch. ``hoist`` says which values made of parameters alone are
-    kept for the step. Collectives are merged into buckets unless ``merge`` is False, for `pipeline.cut`. Raises MicroBatchError if a sum that the forward needs takes matrix products to know, or another
-    such sum.
+    kept for the step. Collectives are merged into buckets unless ``merge`` is False, for `pipeline.cut`. Raises
+    MicroBatchError if a sum that the forward needs takes matrix products to know, or another such sum.
     """
     c = _Cutter(sharded, mesh, given, hoist, merge)
     wanted = [sharded.results[i] for i in sorted(results)]

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
 from autopar.capture import batch_tensors
+from autopar.capture.graph import Parameter
 from autopar.capture.hf_padding import padded
 from autopar.errors import InputError, RuntimeFailure
 from autopar.passes.bind import bind
@@ -25,13 +26,11 @@ from autopar.runtime.batches import check_alike, describe, warn_of
 from autopar.runtime.cache import CACHE_SIZE, Cache, CacheEntry
 from autopar.runtime.outputs import Deferred, OutputTensor, stale
 from autopar.runtime.parameters import Fill, as_dtensor, layouts_of, own_pieces, parallel_tree
+from autopar.runtime.precision import inputs_as_used
 from autopar.runtime.process import agree, host_group, make_device_mesh, placements
-from autopar.runtime.program import Specialization
+from autopar.runtime.program import Emitted, Makers, Specialization, StepProgram
+from autopar.runtime.step import run_step, step_inputs
 from autopar.workload import Workload
-
-#: Makes the program of a rank: ``specialize(model, plan, args, kwargs, training=)``. Handed in, because the runtime
-#: knows how to run programs and not how they are decided.
-Specialize = Callable[..., Specialization]
 
 
 class _Step(torch.autograd.Function):
@@ -83,11 +82,12 @@ class _Step(torch.autograd.Function):
                 found.append(None)
                 continue
             layout = special.assignment.sources[p.placeholder]
-            found.append(ctx.module.dtensor(gradients[p.name].contiguous(), layout, p.spec.shape))
+            gradient = gradients[p.name].to(p.storage_dtype).contiguous()
+            found.append(ctx.module.dtensor(gradient, layout, p.spec.shape))
         return (None, None, None, None, *found)
 
 
-def _local(special: Specialization, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+def _local(special: Emitted, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
     """This rank's pieces of the parameters, by the name under which they enter the program."""
     names = [special.input_name(p.placeholder) for p in special.captured.parameters]
     return {n: p.to_local() for n, p in zip(names, parameters, strict=True)}  # type: ignore[attr-defined]
@@ -110,10 +110,16 @@ class ParallelModule(nn.Module):
     (ranks of one `data_rank` the same one). A scalar result (the loss) is that of the global batch and the same on
     every rank; other tensors come back as DTensors that PyTorch functions take as whole (`OutputTensor`). In training,
     what comes beside a loss is computed only if it is used (`Deferred`). ``plan`` is what was decided.
+
+    ``grad_scaler`` is for float16: a ``torch.amp.GradScaler`` by which `train_step` scales gradients. In a loop of
+    one's own ``scaler.scale(loss).backward()`` does, and in both ``scaler.step(optimizer)`` and ``scaler.update()``:
+    all ranks agree on whether a gradient has overflowed.
     """
 
+    grad_scaler: torch.amp.GradScaler | None = None
+
     def __init__(
-        self, model: nn.Module, plan: Plan, specialize: Specialize, inputs: str = "global", fill: Fill | None = None
+        self, model: nn.Module, plan: Plan, makers: Makers, inputs: str = "global", fill: Fill | None = None
     ) -> None:
         super().__init__()
         self.__dict__["_original"] = None
@@ -129,7 +135,7 @@ class ParallelModule(nn.Module):
         for name, b in tree.named_buffers(recurse=False):
             self.register_buffer(name, b, persistent=name not in tree._non_persistent_buffers_set)
         self.__dict__.update(_original=tree, _storage=storage, plan=plan, mesh=mesh, device_mesh=device_mesh)
-        self.__dict__.update(_specialize=functools.partial(specialize, inputs=inputs), _cache=Cache(), _told=set())
+        self.__dict__.update(_makers=makers, _inputs=inputs, _cache=Cache(), _told=set())
         self.__dict__.update(_programs=weakref.WeakKeyDictionary(), _keeps_all=False)
         device = torch.device(device_mesh.device_type)
         self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
@@ -183,6 +189,56 @@ class ParallelModule(nn.Module):
         """As ``nn.Module.zero_grad``; drops also what `accumulate` holds back."""
         self._accumulator.drop()
         super().zero_grad(set_to_none)
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward of one global batch, in the plan's micro-batches; adds to ``grad`` of the parameters as
+        ``backward`` does and returns the loss of the global batch, a number without a gradient::
+
+            loss = model.train_step(**batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        Takes what ``forward`` takes; nothing else that the model returns is computed. A batch of another size than the
+        plan's runs in micro-batches that are no larger. With a `grad_scaler` gradients are scaled by it, the loss is not.
+        Raises InputError if the model returns no loss, MicroBatchError
+        if it mixes samples, RuntimeFailure inside of `accumulate` or, on every rank, if ranks differ.
+        """
+        if self._accumulator.active:
+            raise RuntimeFailure(
+                "train_step inside of accumulate()",
+                expected="train_step for a whole step: it accumulates over micro-batches by itself",
+                found="a with block that holds gradients back",
+                change="pass the whole batch to train_step, or call model(**batch).loss.backward() inside accumulate()",
+            )
+        device = self.device_mesh.device_type
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (args, kwargs))
+        args, kwargs, _ = self._padded(args, kwargs)
+        program: StepProgram = self._take("step", args, kwargs, self._load_step)
+        with torch.no_grad():
+            given, each = step_inputs(program, self._given(program, args, kwargs))
+            if self.grad_scaler is not None:
+                loss = program.captured.outputs[program.loss]
+                assert loss.tangent is not None
+                name = program.input_name(loss.tangent)
+                given[name] = self.grad_scaler.scale(given[name])
+            parameters = [self._original.get_parameter(p.name) for p in program.captured.parameters]
+            given.update(_local(program, parameters))
+            results, gradients = run_step(program.phases, given, each, lambda module, values: module(*values))
+            trained = [p for p in program.captured.parameters if p.gradient is not None]
+            for p, gradient in zip(trained, gradients, strict=True):
+                self._add_gradient(program, p, gradient)
+            self._update_buffers(program, dict(zip(program.places, results, strict=True)))
+        return results[program.places.index(program.loss)]
+
+    def _add_gradient(self, program: StepProgram, p: Parameter, piece: Tensor) -> None:
+        """Add this rank's piece of a gradient to the parameter's ``grad``."""
+        parameter = self._original.get_parameter(p.name)
+        piece = piece.to(p.storage_dtype).contiguous()
+        gradient = self.dtensor(piece, program.storage(p.placeholder), p.spec.shape)
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad += gradient
 
     def dtensor(self, piece: Tensor, layout: Any, shape: Sequence[int]) -> DTensor:
         """A rank's piece in ``layout`` as a DTensor of global ``shape``."""
@@ -240,7 +296,7 @@ class ParallelModule(nn.Module):
             raise
         return (), kwargs, length
 
-    def _given(self, special: Specialization, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    def _given(self, special: Emitted, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """What enters a program besides parameters, by name."""
         captured, device = special.captured, self.device_mesh.device_type
         updated = {o.buffer for o in captured.outputs}
@@ -248,9 +304,8 @@ class ParallelModule(nn.Module):
         for b in captured.buffers:
             tensor = b.tensor(self._original).to(device)
             given[special.input_name(b.placeholder)] = tensor.clone() if b.name in updated else tensor
-        given.update(
-            {special.input_name(node): t for node, t in zip(captured.inputs, batch_tensors(args, kwargs), strict=True)}
-        )
+        batch = inputs_as_used(captured, batch_tensors(args, kwargs))
+        given.update({special.input_name(node): t for node, t in zip(captured.inputs, batch, strict=True)})
         if captured.seed is not None:
             given[special.input_name(captured.seed)] = self.seed.clone()
             self.seed[1] += 1
@@ -266,7 +321,7 @@ class ParallelModule(nn.Module):
         return program.forward(*(values[name] for name in program.forward_inputs))
 
     @torch.no_grad()
-    def _update_buffers(self, special: Specialization, results: dict[int, Tensor]) -> None:
+    def _update_buffers(self, special: Emitted, results: dict[int, Tensor]) -> None:
         """Put the new values of buffers that the forward changes into the model's own."""
         held = {b.name: b for b in special.captured.buffers}
         for place, output in enumerate(special.captured.outputs):
@@ -329,23 +384,31 @@ class ParallelModule(nn.Module):
         programs: dict[str, Program] = self._programs.setdefault(special, {})
         if make.__name__ not in programs:
             program = programs[make.__name__] = make(special)
-            groups = {axis: self.device_mesh.get_group(axis).group_name for axis in self.mesh.names}
             for graph in (program.forward, program.backward):
                 if graph is not None:
-                    bind(graph, groups, torch.device(self.device_mesh.device_type))
+                    self._bind(graph)
         return programs[make.__name__]
 
     def specialization(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
         """The program for a batch's shapes: made once, the same on every rank, then kept."""
+        found: Specialization = self._take("forward", args, kwargs, self._load)
+        return found
+
+    def _take(
+        self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], load: Callable[[tuple[Any, ...], Any], Any]
+    ) -> Any:
+        """What ``load`` makes for a batch's shapes, or has made before. RuntimeFailure if ranks ask for different
+        things."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        key = (str(spec), repr(shapes), self.training, tuple(p.requires_grad for p in self._original.parameters()))
+        frozen = tuple(p.requires_grad for p in self._original.parameters())
+        key = (what, str(spec), repr(shapes), self.training, frozen)
         entry = CacheEntry(tuple(tuple(t.shape) for t in batch_tensors(args, kwargs)), self.training)
-        cache: Cache[Specialization] = self._cache
+        cache: Cache[Any] = self._cache
         kept = "kept" if key in cache else "not made yet"
-        modes = f"training={self.training}, gradients={torch.is_grad_enabled()}, program {kept}"
+        modes = f"{what}, training={self.training}, gradients={torch.is_grad_enabled()}, program {kept}"
         check_alike(f"{describe(args, kwargs)}; {modes}", host_group())
-        return cache.take(key, entry, lambda: self._load(args, kwargs))
+        return cache.take(key, entry, lambda: load(args, kwargs))
 
     @property
     def specializations(self) -> tuple[CacheEntry, ...]:
@@ -357,12 +420,28 @@ class ParallelModule(nn.Module):
         return f"{self.plan}; {len(self.specializations)} of at most {CACHE_SIZE} programs kept"
 
     def _load(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
-        """Make the program and compare it between ranks."""
-        special: Specialization = self._specialize(self._original, self.plan, args, kwargs, training=self.training)
+        """Make a program and compare it between ranks."""
+        special = self._makers.forward(
+            self._original, self.plan, args, kwargs, training=self.training, inputs=self._inputs
+        )
         self._compare(special.program.hash())
         if dist.get_rank() == 0:
             warn_of(special.fallbacks, self._told)
         return special
+
+    def _load_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProgram:
+        """Make the program of a step, compare it between ranks and bind it to this process."""
+        program = self._makers.step(
+            self._original, self.plan, args, kwargs, training=self.training, inputs=self._inputs
+        )
+        self._compare(program.phases.hash())
+        for phase in program.phases.all():
+            self._bind(phase.module)
+        return program
+
+    def _bind(self, graph: fx.GraphModule) -> None:
+        groups = {axis: self.device_mesh.get_group(axis).group_name for axis in self.mesh.names}
+        bind(graph, groups, torch.device(self.device_mesh.device_type))
 
     def _compare(self, program_hash: str) -> None:
         """Ranks must run the same program, or they would wait for one another for ever."""

@@ -125,5 +125,5 @@ class Makers:
 def emit(captured: Captured, operators: Operators, assignment: Assignment, mode: str = "none") -> Specialization:
     """Shard, tag by ``mode`` of recomputation, and partition."""
     sharded = shard(captured, operators, assignment)
-    recompute.tag(sharded, captured, operators, mode)
+    recompute.tag(sharded, operators, mode)
     return Specialization(captured, operators, assignment, sharded, partition(sharded))

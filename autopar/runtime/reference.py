@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar import ops
 from autopar._compat import pytree
 from autopar.capture import batch_tensors
-from autopar.runtime.program import Specialization
+from autopar.runtime.precision import inputs_as_used, mixed_call
+from autopar.runtime.program import Emitted, Specialization, StepProgram
 from autopar.runtime.simulate import Traffic, run_ranks
-from autopar.sharding.layout import Layout, Mesh
+from autopar.runtime.step import combine, run_step, step_inputs
+from autopar.sharding.layout import MICRO_BATCH, Layout, Mesh
+
+T = TypeVar("T", Specialization, StepProgram)
 
 #: Learning rates of the comparison's optimizer steps.
 LEARNING_RATE = {"sgd": 0.1, "sgd_momentum": 0.1, "adamw": 1e-3}
@@ -95,7 +99,7 @@ def redrawn(model: nn.Module, draw: int) -> nn.Module:
     return other
 
 
-def _tangents(special: Specialization, draw: int) -> list[Tensor]:
+def _tangents(special: Emitted, draw: int) -> list[Tensor]:
     """What flows back into each differentiable output: 1 for a loss, random numbers for anything else."""
     generator = torch.Generator().manual_seed(draw)
     wanted = [o.node.meta["val"] for o in special.captured.outputs if o.tangent is not None]
@@ -118,23 +122,28 @@ def _seed(step: int) -> Tensor:
     return torch.tensor([0x5EED, step])
 
 
-def run_eager(model: nn.Module, special: Specialization, batch: Batch) -> Run:
-    """The reference: a copy of the untouched model, in this process, in eager mode."""
+def run_eager(model: nn.Module, special: Emitted, batch: Batch, mixed: bool = True) -> Run:
+    """The reference: a copy of the untouched model, in this process, in eager mode; with the casts of mixed precision
+    if there are any and ``mixed``."""
     own = copy.deepcopy(model)
     opt = _optimizer([p for p in own.parameters() if p.requires_grad], batch.optimizer)
     outputs = [o for o in special.captured.outputs if o.buffer is None]
+    compared = [i for i in special.places if special.captured.outputs[i].buffer is None]
     results, gradients = [], []
     for step in range(batch.steps):
         opt.zero_grad()
         draws = ops.counter_dropout(_seed(step)) if special.captured.seed is not None else contextlib.nullcontext()
         with draws:
-            out = own(*batch.args, **batch.kwargs)
+            if mixed:
+                out = mixed_call(own, special.captured, batch.args, batch.kwargs)
+            else:
+                out = own(*batch.args, **batch.kwargs)
         tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         wanted = [t for t, o in zip(tensors, outputs, strict=True) if o.tangent is not None]
         if wanted:
             tangents = zip(_tangents(special, batch.draw), wanted, strict=True)
             torch.autograd.backward(wanted, [g.to(t.dtype) for g, t in tangents])
-        results.append([t.detach() for t in tensors])
+        results.append([tensors[i].detach() for i in compared])
         gradients.append({n: p.grad.detach().clone() for n, p in own.named_parameters() if p.grad is not None})
         opt.step()
     changed = {o.buffer for o in special.captured.outputs}
@@ -142,7 +151,7 @@ def run_eager(model: nn.Module, special: Specialization, batch: Batch) -> Run:
     return Run(results, gradients, {n: p.detach() for n, p in own.named_parameters()}, buffers)
 
 
-def run_exact(model: nn.Module, special: Specialization, batch: Batch) -> Run:
+def run_exact(model: nn.Module, special: Emitted, batch: Batch) -> Run:
     """`run_eager` in float64 throughout."""
 
     def wide(tensor: Tensor) -> Tensor:
@@ -151,12 +160,16 @@ def run_exact(model: nn.Module, special: Specialization, batch: Batch) -> Run:
     args, kwargs = pytree.tree_map_only(Tensor, wide, (batch.args, dict(batch.kwargs)))
     with exact_float64():
         own = copy.deepcopy(model).double()
-        return run_eager(own, special, replace(batch, args=args, kwargs=kwargs))
+        return run_eager(own, special, replace(batch, args=args, kwargs=kwargs), mixed=False)
 
 
-def run_sharded(model: nn.Module, special: Specialization, batch: Batch) -> tuple[Run, Traffic]:
+def run_sharded(model: nn.Module, special: Emitted, batch: Batch) -> tuple[Run, Traffic]:
     """The sharded program on all its ranks, and the traffic of its first step."""
-    simulation = _Simulation(model, special, batch.optimizer, batch.draw)
+    simulation: _Simulation[Any]
+    if isinstance(special, StepProgram):
+        simulation = _StepSimulation(model, special, batch.optimizer, batch.draw)
+    else:
+        simulation = _ForwardSimulation(model, special, batch.optimizer, batch.draw)
     tensors = batch_tensors(batch.args, batch.kwargs)
     steps = [simulation.step(number, tensors) for number in range(batch.steps)]
     results, gradients = [r for r, _ in steps], [g for _, g in steps]
@@ -174,11 +187,11 @@ def _assemble(pieces: list[Tensor], layout: Layout, mesh: Mesh, shape: tuple[int
     return whole if same else torch.full_like(whole, float("nan"), dtype=torch.float64)
 
 
-class _Simulation:
+class _Simulation(Generic[T]):
     """The sharded program on all ranks, with optimizer steps on every rank's pieces."""
 
-    def __init__(self, model: nn.Module, special: Specialization, optimizer: str, draw: int) -> None:
-        self.special, self.mesh, self.draw = special, special.assignment.mesh, draw
+    def __init__(self, model: nn.Module, special: T, optimizer: str, draw: int) -> None:
+        self.special, self.mesh, self.draw = special, special.assignment.mesh.without(MICRO_BATCH), draw
         self.ranks = range(self.mesh.size)
         captured, layouts = special.captured, special.assignment.sources
         named = dict(model.named_parameters(remove_duplicate=False))
@@ -197,37 +210,27 @@ class _Simulation:
 
     def step(self, number: int, tensors: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Forward, backward and optimizer step; the whole results and gradients."""
-        special, program, captured = self.special, self.special.program, self.special.captured
-        common = {**self.buffers, **{special.input_name(n): t for n, t in zip(captured.inputs, tensors, strict=True)}}
-        if captured.seed is not None:
-            common[special.input_name(captured.seed)] = _seed(number)
-        values = [
-            {
-                **common,
-                special.sharded.coordinates.name: torch.tensor(self.mesh.coordinates(r)),
-                **{special.input_name(p.placeholder): self.pieces[r][p.name].detach() for p in captured.parameters},
-            }
-            for r in self.ranks
-        ]
-        traffic = self.traffic if number == 0 else None
-        outputs = run_ranks(
-            program.forward, [[v[n] for n in program.forward_inputs] for v in values], self.mesh, traffic
-        )
-        for v, out in zip(values, outputs, strict=True):
-            v.update(zip(program.saved, out[program.num_results :], strict=True))
-        local: list[list[Tensor]] = [[] for _ in self.ranks]
-        if program.backward is not None:
-            self._tangents(values)
-            local = run_ranks(
-                program.backward, [[v[n] for n in program.backward_inputs] for v in values], self.mesh, traffic
-            )
-        return self._results(outputs), self._update(local)
+        raise NotImplementedError
 
-    def _results(self, outputs: list[list[Tensor]]) -> list[Tensor]:
-        """The whole results; new values of buffers are kept for the next step."""
+    def given(self, number: int, tensors: list[Tensor]) -> dict[str, Tensor]:
+        """What enters the program in step ``number`` and is the same on every rank: buffers, the batch, the seed."""
+        special, captured = self.special, self.special.captured
+        used = zip(captured.inputs, inputs_as_used(captured, tensors), strict=True)
+        batch = {special.input_name(n): t for n, t in used}
+        seed = {special.input_name(captured.seed): _seed(number)} if captured.seed is not None else {}
+        return {**self.buffers, **batch, **seed}
+
+    def own(self, rank: int) -> dict[str, Tensor]:
+        """What enters the program on one rank: its pieces of the parameters."""
+        parameters = self.special.captured.parameters
+        return {self.special.input_name(p.placeholder): self.pieces[rank][p.name].detach() for p in parameters}
+
+    def results(self, outputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The whole results from those of every rank; new values of buffers are kept for the next step."""
         captured, results = self.special.captured, []
         held = {b.name: b for b in captured.buffers}
-        for i, (o, layout) in enumerate(zip(captured.outputs, self.special.assignment.sinks, strict=False)):
+        for i, place in enumerate(self.special.places):
+            o, layout = captured.outputs[place], self.special.assignment.sinks[place]
             whole = _assemble([out[i] for out in outputs], layout, self.mesh, tuple(o.node.meta["val"].shape))
             if o.buffer is None:
                 results.append(whole)
@@ -235,18 +238,7 @@ class _Simulation:
                 self.updated[o.buffer] = self.buffers[self.special.input_name(held[o.buffer].placeholder)] = whole
         return results
 
-    def _tangents(self, values: list[dict[str, Tensor]]) -> None:
-        outputs = [
-            (o, layout)
-            for o, layout in zip(self.special.captured.outputs, self.special.assignment.sinks, strict=False)
-            if o.tangent is not None
-        ]
-        for (output, layout), tangent in zip(outputs, _tangents(self.special, self.draw), strict=True):
-            assert output.tangent is not None
-            for r in self.ranks:
-                values[r][self.special.input_name(output.tangent)] = layout.local_slice(self.mesh, tangent, r).clone()
-
-    def _update(self, local: list[list[Tensor]]) -> dict[str, Tensor]:
+    def update(self, local: list[list[Tensor]]) -> dict[str, Tensor]:
         trained = [p for p in self.special.captured.parameters if p.gradient is not None]
         whole = {}
         for i, p in enumerate(trained):
@@ -254,7 +246,7 @@ class _Simulation:
                 [g[i] for g in local], self.special.assignment.sources[p.placeholder], self.mesh, p.spec.shape
             )
             for r in self.ranks:
-                self.pieces[r][p.name].grad = local[r][i]
+                self.pieces[r][p.name].grad = local[r][i].to(p.storage_dtype)
         for optimizer in self.optimizers:
             optimizer.step()
         return whole
@@ -270,3 +262,65 @@ class _Simulation:
             )
             for p in self.special.captured.parameters
         }
+
+
+class _ForwardSimulation(_Simulation[Specialization]):
+    """A forward with its backward."""
+
+    def step(self, number: int, tensors: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """As `_Simulation.step`."""
+        program, traffic = self.special.program, self.traffic if number == 0 else None
+        coordinates = self.special.sharded.coordinates.name
+        common = self.given(number, tensors)
+        values = [
+            {**common, **self.own(r), coordinates: torch.tensor(self.mesh.coordinates(r))} for r in self.ranks
+        ]
+        inputs = [[v[n] for n in program.forward_inputs] for v in values]
+        outputs = run_ranks(program.forward, inputs, self.mesh, traffic)
+        for v, out in zip(values, outputs, strict=True):
+            v.update(zip(program.saved, out[program.num_results :], strict=True))
+        local: list[list[Tensor]] = [[] for _ in self.ranks]
+        if program.backward is not None:
+            self._add_tangents(values)
+            inputs = [[v[n] for n in program.backward_inputs] for v in values]
+            local = run_ranks(program.backward, inputs, self.mesh, traffic)
+        return self.results(outputs), self.update(local)
+
+    def _add_tangents(self, values: list[dict[str, Tensor]]) -> None:
+        outputs = zip(self.special.captured.outputs, self.special.assignment.sinks, strict=False)
+        wanted = [(o, layout) for o, layout in outputs if o.tangent is not None]
+        for (output, layout), tangent in zip(wanted, _tangents(self.special, self.draw), strict=True):
+            assert output.tangent is not None
+            for r in self.ranks:
+                values[r][self.special.input_name(output.tangent)] = layout.local_slice(self.mesh, tangent, r).clone()
+
+
+class _StepSimulation(_Simulation[StepProgram]):
+    """A whole training step, micro-batch after micro-batch. A value is the list of those of all ranks."""
+
+    def step(self, number: int, tensors: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """As `_Simulation.step`."""
+        special, traffic = self.special, self.traffic if number == 0 else None
+        by_rank = []
+        for r in self.ranks:
+            where = torch.tensor(self.mesh.coordinates(r))
+            shared, each = step_inputs(
+                special, {**self.given(number, tensors), special.sharded.coordinates.name: where}
+            )
+            by_rank.append(({**shared, **self.own(r)}, each))
+
+        def run(module: fx.GraphModule, values: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+            inputs = [[value[r] for value in values] for r in self.ranks]
+            outputs = run_ranks(module, inputs, self.mesh, traffic)
+            return [list(output) for output in zip(*outputs, strict=True)]
+
+        def combined(op: str, a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
+            return [combine(op, x, y) for x, y in zip(a, b, strict=True)]
+
+        given = {name: [shared[name] for shared, _ in by_rank] for name in by_rank[0][0]}
+        each = [
+            {name: [own[i][name] for _, own in by_rank] for name in by_rank[0][1][i]} for i in range(special.count)
+        ]
+        results, gradients = run_step(special.phases, given, each, run, combined)
+        by_rank_results = [[value[r] for value in results] for r in self.ranks]
+        return self.results(by_rank_results), self.update([[g[r] for g in gradients] for r in self.ranks])

@@ -9,13 +9,18 @@ import torch
 from torch import Tensor, fx
 
 from autopar.passes.phases import Phase, Phases
+from autopar.runtime.program import StepProgram
 
 #: Runs a graph on values in the order of its inputs; returns its outputs.
 Run = Callable[[fx.GraphModule, Sequence[Any]], Sequence[Any]]
 #: Takes two values together by a reduction: "sum", "max" or "min".
 Combine = Callable[[str, Any, Any], Any]
 
-_COMBINED = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_COMBINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 def combine(op: str, a: Tensor, b: Tensor) -> Tensor:
@@ -66,3 +71,23 @@ def run_step(
     if phases.finish is not None:
         values.update(run_phase(run, phases.finish, values))
     return [values[name] for name in phases.results], [values[name] for name in phases.gradients]
+
+
+def step_inputs(program: StepProgram, given: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """What all micro-batches of a step share and what each has for itself, of ``given``: the inputs of a rank but its
+    parameters, by name, coordinates without that of the micro-batch. The loss' own gradient is added, which is 1."""
+    loss = program.captured.outputs[program.loss]
+    assert loss.tangent is not None
+    shared = dict(given)
+    coordinates = shared.pop(program.sharded.coordinates.name)
+    one = torch.ones((), dtype=loss.node.meta["val"].dtype, device=coordinates.device)
+    shared[program.input_name(loss.tangent)] = one
+    split = {name: shared.pop(name) for name in [program.input_name(node) for node in program.split]}
+    each: list[dict[str, Tensor]] = []
+    for i in range(program.count):
+        own = {name: tensor.chunk(program.count)[i] for name, tensor in split.items()}
+        where = torch.cat([coordinates.new_tensor([i] if program.count > 1 else []), coordinates])
+        each.append({**own, program.sharded.coordinates.name: where})
+    # what runs once a step reads the other coordinates alone
+    shared[program.sharded.coordinates.name] = each[0][program.sharded.coordinates.name]
+    return shared, each

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from autopar._compat import pytree
-from autopar.runtime.program import Specialization
+from autopar.runtime.program import Emitted
 from autopar.runtime.reference import Batch, Run, redrawn, run_eager, run_exact, run_sharded
 from autopar.runtime.simulate import Traffic
+from autopar.sharding.layout import MICRO_BATCH
 
 #: Largest error allowed, by the least precise floating dtype in the graph (DESIGN section 9); 16-bit dtypes are
 #: judged against a float64 run instead, and so is what float32 cannot resolve to the bound.
@@ -117,7 +118,7 @@ def _above_floor(name: str, truth: Run) -> Tensor:
 class _Noise:
     """Errors of the sharded run and of the one-process run against float64, each an RMS over the draws made so far."""
 
-    def __init__(self, model: nn.Module, special: Specialization, batch: Batch, sharded: Run, eager: Run) -> None:
+    def __init__(self, model: nn.Module, special: Emitted, batch: Batch, sharded: Run, eager: Run) -> None:
         """``sharded`` and ``eager`` are the runs of the model with its own parameters, the first draw."""
         self.model, self.special, self.batch = model, special, batch
         self.draws = 0
@@ -155,7 +156,7 @@ class _Noise:
 
 def compare(
     model: nn.Module,
-    special: Specialization,
+    special: Emitted,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
@@ -192,7 +193,7 @@ def compare(
         loss,
         traffic.flops / flops if flops else 1.0,
         traffic,
-        special.assignment.mesh.size,
+        special.assignment.mesh.without(MICRO_BATCH).size,
         notes,
     )
 
@@ -204,7 +205,7 @@ def _ratio(error: float, allowed: float) -> float:
     return error / allowed if allowed > 0 else (0.0 if error == 0 else math.inf)
 
 
-def _least_precise(special: Specialization) -> torch.dtype:
+def _least_precise(special: Emitted) -> torch.dtype:
     """The least precise floating dtype that the captured graph computes in: a float64 model that casts to float32
     inside is no more exact than float32."""
     found = {s.dtype for s in special.operators.specs.values() if s.dtype.is_floating_point}

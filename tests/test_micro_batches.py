@@ -1,0 +1,145 @@
+"""Micro-batches: a step in parts has the loss and the gradients of the whole batch, on every rank simulated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from dist.small_models import bert, gpt2, llama, tokens
+from plain_models import CASES as PLAIN
+from torch import Tensor, nn
+
+import autopar
+from autopar import Hints
+from autopar.errors import HintError, InputError, MicroBatchError
+from autopar.passes.phases import Phases
+from autopar.runtime.reference import exact_float64
+from autopar.specialize import specialize_step
+
+BOUND = 1e-10
+
+
+def batch() -> dict[str, Tensor]:
+    """Eight samples, of which one has no label at all and the others unequal numbers."""
+    found = tokens(8, 8)
+    found["labels"][0, :] = -100
+    return found
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: llama(num_hidden_layers=2),
+    "gpt2 with dropout": lambda: gpt2(0.1, layers=2),
+    "bert": bert,
+}
+
+#: Hints, and how many micro-batches they make of eight samples.
+PLANS: dict[str, tuple[int, Hints, int]] = {
+    "one rank, 8": (1, Hints(micro_batch_size=1), 8),
+    "dp2-tp2, 2": (4, Hints(dp=2, tp=2, micro_batch_size=2), 2),
+    "zero3-dp2-tp2, 4": (4, Hints(dp=2, tp=2, zero=3, micro_batch_size=1), 4),
+    "zero3-dp4, 2": (4, Hints(dp=4, zero=3, micro_batch_size=1), 2),
+    "tp2, 8": (2, Hints(tp=2, micro_batch_size=1), 8),
+    "tp4, 2, recomputed": (4, Hints(tp=4, micro_batch_size=4, recompute="full"), 2),
+}
+#: What runs by default: every model, every degree, with and without ZeRO-3 and recomputation.
+DEFAULT = {
+    ("llama", "zero3-dp2-tp2, 4"),
+    ("llama", "tp4, 2, recomputed"),
+    ("llama", "one rank, 8"),
+    ("gpt2 with dropout", "dp2-tp2, 2"),
+    ("bert", "zero3-dp4, 2"),
+}
+EVERY = [(name, layout) for name in MODELS for layout in PLANS]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in DEFAULT)) for case in EVERY]
+)
+def test_a_step_in_micro_batches_is_a_step_of_the_whole_batch(name: str, layout: str) -> None:
+    """Loss, every gradient and the trained parameters of two steps, in float64, with micro-batches that have unequal
+    numbers of labels (one of a single sample has none at all) and the same dropout masks."""
+    ranks, hints, count = PLANS[layout]
+    with exact_float64():
+        model = MODELS[name]().double()
+        plan = autopar.plan(model, f"cpu:{ranks}", hints=hints, example_inputs=batch())
+        assert plan.num_micro_batches == count
+        assert plan.micro_batch_size * plan.num_micro_batches * plan.degrees["dp"] == 8
+        report = autopar.verify(model, f"cpu:{ranks}", hints=hints, example_inputs=batch(), steps=2)
+    assert report.bound == BOUND and report.ok, str(report)
+    assert report.gradients.keys() == {n for n, _ in model.named_parameters()}
+
+
+def phases(hints: Hints, ranks: int, name: str = "llama") -> Phases:
+    """The phases of a plan."""
+    model = MODELS[name]()
+    plan = autopar.plan(model, f"cpu:{ranks}", hints=hints, example_inputs=batch())
+    return specialize_step(model, plan, (), batch()).phases
+
+
+def collectives(module: torch.fx.GraphModule) -> list[str]:
+    """The axes of a graph's collectives."""
+    return re.findall(r"'axis:(\w+)'", module.code)
+
+
+def test_what_runs_when() -> None:
+    """The number of tokens that count is summed before the first forward, over dp once a step; gradients of replicated
+    parameters are reduced over dp once a step, those of sharded ones (ZeRO-3) in every micro-batch; nothing is left of
+    the micro-batch axis, which has no process group."""
+    whole = phases(Hints(dp=4, zero=0, micro_batch_size=1), 4)
+    assert whole.prologue is not None and len(whole.prologue.outputs) <= 2  # for the forward, and for the backward
+    assert whole.once is not None and set(collectives(whole.once.module)) == {"dp"}
+    assert whole.backward is not None and whole.finish is not None
+    assert not collectives(whole.prologue.module) + collectives(whole.forward.module)
+    assert not collectives(whole.backward.module)
+    assert set(collectives(whole.finish.module)) == {"dp"}
+
+    sharded = phases(Hints(dp=4, zero=3, micro_batch_size=1), 4)
+    assert sharded.backward is not None
+    assert "reduce_scatter" in sharded.backward.module.code
+    assert sharded.finish is None or "reduce_scatter" not in sharded.finish.module.code
+    for phase in [*whole.all(), *sharded.all()]:
+        assert "axis:mb" not in phase.module.code
+
+
+def test_batch_norm_is_refused() -> None:
+    """Its statistics are those of the whole batch: no order of micro-batches has them in time."""
+    case = next(c for c in PLAIN if c.name == "resnet")
+    model, given = case.make(torch.float32)
+    with pytest.raises(MicroBatchError, match="cannot run in micro-batches: a sum over the batch depends on"):
+        autopar.verify(model, "cpu:1", hints=Hints(micro_batch_size=1), example_inputs=given)
+
+
+def test_a_batch_of_another_size_runs_in_micro_batches_that_are_no_larger() -> None:
+    """Two samples a rank at a time: 16 samples on two ranks take four times; 6 do not divide by that and run one at a
+    time; 7 do not divide at all, and every rank has each of them."""
+    model = llama(num_hidden_layers=1)
+    plan = autopar.plan(model, "cpu:2", hints=Hints(dp=2, micro_batch_size=2), example_inputs=batch())
+    assert plan.num_micro_batches == 2
+    counts = {size: specialize_step(model, plan, (), tokens(size, 8)).count for size in (16, 6, 7)}
+    assert counts == {16: 4, 6: 3, 7: 7}
+
+
+@pytest.mark.parametrize(("hints", "found"), [
+    (Hints(micro_batch_size=3), "a global batch of 8, and dp of 1, 2, 4"),
+    (Hints(dp=4, micro_batch_size=4), "a global batch of 8, and dp of 4"),
+])  # fmt: skip
+def test_a_size_that_does_not_divide(hints: Hints, found: str) -> None:
+    with pytest.raises(HintError, match="does not divide the batch") as caught:
+        autopar.plan(MODELS["llama"](), "cpu:4", hints=hints, example_inputs=batch())
+    assert caught.value.found == found
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
+def test_a_bad_size(size: object) -> None:
+    with pytest.raises(HintError, match=r"micro_batch_size=.* is no number of samples"):
+        Hints(micro_batch_size=size)  # type: ignore[arg-type]
+
+
+def test_a_model_without_a_loss() -> None:
+    """One clear error that says what to do."""
+    model, given = MODELS["llama"](), {"input_ids": batch()["input_ids"]}
+    plan = autopar.plan(model, "cpu:1", hints=Hints(micro_batch_size=1), example_inputs=given)
+    with pytest.raises(InputError, match="train_step needs a model that returns its loss"):
+        specialize_step(model, plan, (), given)
