@@ -16,18 +16,17 @@ from typing import Any
 
 from torch import fx
 
-from autopar.capture.graph import Captured
 from autopar.passes.shard import Sharded
 from autopar.sharding.operators import VIEWS, Operators
 from autopar.sharding.recompute import made_again
 
 
-def tag(sharded: Sharded, captured: Captured, operators: Operators, mode: str = "none") -> None:
+def tag(sharded: Sharded, operators: Operators, mode: str = "none") -> None:
     """Tag the forward nodes of a rank's joint graph by ``mode``, as `sharding.recompute` reads it. What depends on
-    coordinates alone, and redistributed parameters, are made again in every mode."""
+    coordinates alone, and redistributed parameters and inputs, are made again in every mode."""
     again = made_again(operators, mode)
     constants = {sharded.coordinates}
-    weights = {sharded.coordinates, *(sharded.inputs[p.placeholder] for p in captured.parameters)}
+    entered = set(sharded.module.graph.find_nodes(op="placeholder"))
     for node in sharded.module.graph.nodes:
         if node.op != "call_function":
             continue
@@ -37,11 +36,11 @@ def tag(sharded: Sharded, captured: Captured, operators: Operators, mode: str = 
         if node.meta["backward"]:
             continue
         moves, owner = "piece" in node.meta, node.meta.get("operator")  # the shard pass marks redistributions so
-        if node in constants or (moves and weights.issuperset(node.all_input_nodes)):
-            weights.add(node)
+        if node in constants or (moves and entered.issuperset(node.all_input_nodes)):
+            entered.add(node)
         source = node.all_input_nodes[0] if node.target is operator.getitem else node
         made = again.moves if moves else again.operators
-        node.meta["recompute"] = node in weights or source.target in VIEWS or owner in made
+        node.meta["recompute"] = node in entered or source.target in VIEWS or owner in made
 
 
 def in_time(nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:

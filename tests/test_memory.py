@@ -55,9 +55,8 @@ def _cases() -> list[Any]:
     found = [pytest.param(case, hints, id=f"{case.name}-{name}") for case in CASES for name, hints in HINTS.items()]
     for case in CASES:
         for i, (name, hints) in enumerate(RECOMPUTE.items()):
-            quick = case.name in ("llama", "bert")[: 2 - i]  # one after the other, the rest slow
             if case.name != "mlp" or hints.recompute == "selective":  # which has no blocks
-                marks = [] if quick else [pytest.mark.slow]
+                marks = [] if case.name == "llama" and i < 3 else [pytest.mark.slow]
                 found.append(pytest.param(case, hints, id=f"{case.name}-{name}", marks=marks))
     return found
 

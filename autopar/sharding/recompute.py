@@ -6,7 +6,7 @@ only what enters is kept, collectives are issued again; ``full:4``: the same in 
 the others. Views cost nothing and are made again in every mode: to keep base and view would keep the same bytes twice.
 What leaves a block is kept in every mode, or the first backward would make the whole forward again.
 
-Weights are never kept gathered: a redistribution of a parameter is issued again where it is needed.
+Weights are never kept gathered: a redistribution of a parameter, or of an input, is issued again where it is needed.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def kept(operators: Operators, assignment: Assignment, again: MadeAgain) -> Kept
     """What the backward of ``assignment`` takes over, and what it makes again.
 
     A value that is made again reads its operands in the layouts in which it read them in the forward. Where that is a
-    redistributed copy, the copy is kept, or issued again if it is one of a parameter or ``again`` says so.
+    redistributed copy, the copy is kept, or made again if it is one of a placeholder or ``again`` says so.
     """
     found, produced = Kept(), result_layouts(operators, assignment)
     moves = _forward_moves(operators, assignment)
