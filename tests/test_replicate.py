@@ -114,6 +114,14 @@ def _gemma() -> nn.Module:
     )
 
 
+def _opt() -> nn.Module:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"vocab_size": models.VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 48}
+    config = OPTConfig(num_hidden_layers=7, max_position_embeddings=32, word_embed_proj_dim=32, dropout=0.0, **sizes)
+    return OPTForCausalLM(config)
+
+
 X = {"x": _sample()}
 TOKENS = models.tokens(seq_len=PRIME)
 #: Models, batches, and the container, period, first marker and number of markers of what is copied.
@@ -127,6 +135,7 @@ COPIED: dict[str, tuple[Callable[[], nn.Module], Batch, tuple[str, int, int, int
     "gpt2": (lambda: models.gpt2(0.2, layers=6), TOKENS, ("transformer.h", 1, 3, 2)),
     "bert": (_bert, TOKENS, ("bert.encoder.layer", 1, 3, 2)),
     "gemma": (_gemma, TOKENS, ("model.layers", 2, 5, 4)),
+    "opt": (_opt, TOKENS, ("model.decoder.layers", 1, 3, 3)),  # its blocks end in a view
 }
 
 
@@ -172,6 +181,45 @@ def _skipping(i: int, x: Tensor, first: Tensor) -> Tensor:
     return x + first if i == 5 else x
 
 
+def _doubled_in_place(i: int, x: Tensor, first: Tensor) -> Tensor:
+    return x.mul_(2.0) if i == 4 else x
+
+
+class _Jumping(Stack):
+    """Calls every block with what the block before the last returned."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        """As `Stack`."""
+        states = [x, x]
+        for block in self.blocks:
+            states.append(block(states[-2]))
+        return {"loss": (states[-1] + states[-2]).square().mean()}
+
+
+class _Again(Stack):
+    """Goes through its blocks twice."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        """As `Stack`."""
+        return super().forward(super().forward(x)["states"][-1])
+
+
+class InPlace(Residual):
+    """Adds to the tensor that it is called with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `Residual`."""
+        return x.mul_(0.5).add_(self.down(self.norm(self.up.weight.sum(0) + x)[..., :1].expand(-1, -1, 32)))
+
+
+class Viewed(Residual):
+    """Ends in a view that its neighbour undoes: normal form sees both as one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, 16] -> the same."""
+        return super().forward(x.view(4, PRIME, 16)).view(-1, 16)
+
+
 def _tied() -> nn.Module:
     blocks = [Residual(i) for i in range(8)]
     for block in blocks[1:]:
@@ -184,6 +232,11 @@ DOUBTFUL: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "calculates with its number": (lambda: _stack(*(Scaled(i) for i in range(8))), X),
     "branches on its number": (lambda: _stack(*(Chosen(i) for i in range(8))), X),
     "something between blocks": (lambda: Stack([Residual(i) for i in range(8)], _skipping), X),
+    "changed between blocks": (lambda: Stack([Residual(i) for i in range(8)], _doubled_in_place), X),
+    "another order": (lambda: _Jumping([Residual(i) for i in range(8)]), X),
+    "twice": (lambda: _Again([Residual(i) for i in range(8)]), X),
+    "changes its input": (lambda: _stack(nn.Linear(16, 16), *(InPlace(i) for i in range(8))), X),
+    "views between blocks": (lambda: _stack(*(Viewed(i) for i in range(8))), {"x": _sample().view(-1, 16)}),
     "shared weights": (_tied, X),
     "one block many times": (lambda: _stack(*[Residual(0)] * 8), X),
     "gradients of a shared value": (lambda: Shared(collect=False), X),

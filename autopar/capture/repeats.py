@@ -1,10 +1,11 @@
-"""Repeated blocks of a module, most of which are traced as one marker operator each instead of node by node.
+"""Repeated blocks of a module, most of which are traced as one marker operator together instead of node by node.
 
 A container of alike blocks is found by structure: class, parameters, buffers and plain attributes of every submodule.
 Of a run of blocks that repeat with some period, the first block, two periods and the last blocks are traced as they
-are; the blocks between them become the operator ``autopar::block`` forward and ``autopar::block_backward`` backward.
-The model's own forward still calls every block, at its own place and with its own arguments, so whatever it does
-between blocks is in the graph. `replicate` then puts the nodes of the second period in the place of the markers.
+are; the blocks between them become one operator, ``autopar::blocks`` forward and ``autopar::blocks_backward`` backward.
+The model's own forward still calls every block, at its own place and with its own arguments: each must be called with
+what the one before returned, and every block's result is a result of the operator, so whatever else happens to it is in
+the graph. `replicate` then puts the nodes of the second period in the place of the markers.
 
 Anything doubtful raises `Differs`, and the model is traced whole.
 """
@@ -37,10 +38,10 @@ class Differs(Exception):
 
 @dataclass(frozen=True)
 class Repeat:
-    """Blocks ``first`` to ``first + count - 1`` of the container ``path`` are markers in the trace; the ``period``
+    """Blocks ``first`` to ``first + count - 1`` of the container ``path`` are a marker in the trace; the ``period``
     blocks before them stand for them, and the ``period`` blocks before those prove it. ``streams`` is filled by the
-    trace: the number of the first random operator of every block; ``parameters`` are those of the markers, by their
-    names in the model, which the trace does without."""
+    trace: the number of the first random operator of every block; ``parameters`` are those of the marked blocks, by
+    their names in the model, which the trace does without."""
 
     path: str
     period: int
@@ -51,11 +52,11 @@ class Repeat:
 
     @property
     def markers(self) -> range:
-        """The blocks that are traced as markers."""
+        """The blocks that are not traced."""
         return range(self.first, self.first + self.count)
 
     def template(self, index: int) -> int:
-        """The block whose nodes stand for those of marker ``index``."""
+        """The block whose nodes stand for those of the marked block ``index``."""
         return self.first - self.period + (index - self.first) % self.period
 
     def block(self, index: int) -> str:
@@ -63,30 +64,39 @@ class Repeat:
         return f"{self.path}.{index}".removeprefix(".")
 
 
-@torch.library.custom_op("autopar::block", mutates_args=())
-def marker(x: Tensor, index: int) -> Tensor:
-    """Stands for block ``index`` in a trace: from what flows into it to what flows out, of the same shape and dtype."""
-    raise NotImplementedError("a marker is replaced by the nodes of a block and never runs")
+@torch.library.custom_op("autopar::blocks", mutates_args=())
+def marker(x: Tensor, count: int) -> list[Tensor]:
+    """Stands for ``count`` blocks in a row: from what flows into the first to what flows out of each, of the same shape
+    and dtype. One operator for all, since to trace an operator takes a millisecond."""
+    raise NotImplementedError("a marker is replaced by the nodes of blocks and never runs")
 
 
-@torch.library.custom_op("autopar::block_backward", mutates_args=())
-def marker_backward(grad: Tensor, index: int) -> Tensor:
-    """Stands for the backward of block ``index``."""
-    raise NotImplementedError("a marker is replaced by the nodes of a block and never runs")
+@torch.library.custom_op("autopar::blocks_backward", mutates_args=())
+def marker_backward(grad: Tensor, count: int) -> Tensor:
+    """Stands for the backward of the same blocks."""
+    raise NotImplementedError("a marker is replaced by the nodes of blocks and never runs")
 
 
 @marker.register_fake
+def _(x: Tensor, count: int) -> list[Tensor]:
+    return [torch.empty_like(x) for _ in range(count)]
+
+
 @marker_backward.register_fake
-def _(x: Tensor, index: int) -> Tensor:
-    return torch.empty_like(x)
+def _(grad: Tensor, count: int) -> Tensor:
+    return torch.empty_like(grad)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.index = inputs[1]
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.count = inputs[1]
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return marker_backward(grad, ctx.index), None
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor, None]:
+    *between, last = grads
+    if last is None or any(grad is not None for grad in between):
+        raise Differs("gradients flow into the middle of a run of blocks")
+    return marker_backward(last, ctx.count), None
 
 
 marker.register_autograd(_backward, setup_context=_setup_context)
@@ -253,17 +263,42 @@ def _record(repeat: Repeat, index: int, block: nn.Module, calls: dict[int, _Call
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         before = repeat.streams[index] = _drawn()
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
         result = original(*args, **kwargs)
-        calls[index] = _Call(
-            *pytree.tree_flatten((args, kwargs)), *pytree.tree_flatten(result), streams=_drawn() - before
-        )
+        if versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]:
+            raise Differs("a block changes what it is called with")
+        calls[index] = _Call(leaves, spec, *pytree.tree_flatten(result), streams=_drawn() - before)
         return result
 
     block.forward = forward
 
 
-def _mark(repeat: Repeat, index: int, block: nn.Module, calls: dict[int, _Call]) -> None:
-    """Let a block be one marker. It must be called as its template is, but for the one tensor that flows through."""
+class _Run:
+    """The marked blocks of a container while they are called: the results that the marker has for them."""
+
+    def __init__(self, repeat: Repeat) -> None:
+        self.repeat, self.called = repeat, 0
+        self.results: list[Tensor] = []
+        self.version = 0  # of the last result, which no one may change in place
+
+    def call(self, index: int, x: Tensor) -> Tensor:
+        """What block ``index`` returns for ``x``, which must be what the one before returned, and as it was."""
+        if index == self.repeat.first:  # AOTAutograd calls a forward twice; a model that does leaves two markers
+            self.called, self.results = 0, marker(x, self.repeat.count)
+        elif index != self.repeat.first + self.called:
+            raise Differs("blocks are not called one after the other")
+        elif x is not self.results[self.called - 1] or x._version != self.version:
+            raise Differs("something happens between blocks")
+        result = self.results[self.called]
+        self.called, self.version = self.called + 1, result._version
+        return result
+
+
+def _mark(run: _Run, index: int, block: nn.Module, calls: dict[int, _Call]) -> None:
+    """Let a block be part of the marker. It must be called as its template is, but for the one tensor that flows
+    through."""
+    repeat = run.repeat
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = calls[repeat.template(index)]
@@ -279,7 +314,7 @@ def _mark(repeat: Repeat, index: int, block: nn.Module, calls: dict[int, _Call])
         repeat.streams[index] = _drawn()
         if counter is not None:
             counter.streams += call.streams
-        result = [*call.result[:place], marker(x, index), *call.result[place + 1 :]]
+        result = [*call.result[:place], run.call(index, x), *call.result[place + 1 :]]
         return pytree.tree_unflatten(result, call.result_spec)
 
     block.forward = forward
@@ -297,13 +332,17 @@ def mark_repeats(model: nn.Module) -> tuple[Repeat, ...]:
         if best is None:
             continue
         repeat, numbered = best
-        run = range(repeat.first - 2 * repeat.period - 1, repeat.first + repeat.count + 1)
-        if not all(alone(blocks[i]) for i in run):
+        alike = range(repeat.first - 2 * repeat.period - 1, repeat.first + repeat.count + 1)
+        if not all(alone(blocks[i]) for i in alike):
             continue
         calls: dict[int, _Call] = {}
-        for i in run:
+        run = _Run(repeat)
+        for i in alike:
             for at, name in numbered:
                 setattr(blocks[i].get_submodule(at), name, _Number())
-            (_mark if i in repeat.markers else _record)(repeat, i, blocks[i], calls)
+            if i in repeat.markers:
+                _mark(run, i, blocks[i], calls)
+            else:
+                _record(repeat, i, blocks[i], calls)
         found.append(repeat)
     return tuple(found)

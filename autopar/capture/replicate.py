@@ -1,20 +1,21 @@
-"""Puts the nodes of a block in the place of the markers that stand for blocks like it (see `repeats`).
+"""Puts the nodes of a block in the place of the marker that stands for blocks like it (see `repeats`).
 
 The graph is in normal form already. Two consecutive periods of traced blocks are compared node by node: operators,
 arguments, specs, strides, modules and directions must agree, and what flows in from outside must be, in both, the same
 node, the block's own parameter, the one activation, or the one gradient. Nothing may leave a block but its activation,
-its gradient and the gradients of its parameters. Then every marker's block is a copy of the second period's.
+its gradient and the gradients of its parameters. Then every block of the marker is a copy of the second period's.
 
 Normal form looks through views and products of neighbouring blocks, which it cannot at a marker. So what passes from
-block to block must come from an operator that nothing looks through.
+block to block must come from an operator that nothing looks through, or go to operators that look through nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from autopar._compat import pytree
@@ -24,6 +25,8 @@ from autopar.capture.normalize import SEEN_THROUGH
 from autopar.capture.repeats import Differs, Repeat, marker, marker_backward
 
 MARKER, MARKER_BACKWARD = marker._opoverload, marker_backward._opoverload
+#: What normal form rewrites by what it reads: sums look through views, and nothing looks through sums.
+_LOOKING = SEEN_THROUGH | {torch.ops.aten.sum.dim_IntList}
 _Meta = dict[str, Any]
 
 
@@ -55,6 +58,17 @@ class _Template:
 
 
 @dataclass(frozen=True)
+class _Marker:
+    """What stands for the blocks of a container: ``forward`` and ``backward`` (None without one) are its operators,
+    ``results`` the nodes that take the results of single blocks out of ``forward``, by place; unread ones are left
+    out."""
+
+    forward: fx.Node
+    results: dict[int, fx.Node]
+    backward: fx.Node | None
+
+
+@dataclass(frozen=True)
 class _Boundary:
     """What flows into a block and, in the block a period later, into its counterpart."""
 
@@ -83,16 +97,16 @@ class _Trace:
         self.held = {p.name: p.placeholder for p in parameters} | {b.name: b.placeholder for b in buffers}
         self.gradients = {p.name: p.gradient for p in parameters if p.gradient is not None}
 
-    def markers(self, repeat: Repeat, target: Any) -> dict[int, fx.Node]:
-        """The markers of a container by block."""
-        nodes = [
-            n
-            for n in self.graph.find_nodes(op="call_function", target=target)
-            if n.meta["block"] == repeat.block(n.args[1])
-        ]
-        found = {n.args[1]: n for n in nodes}
-        _require(len(found) == len(nodes), "a block is called twice")
-        return found
+    def marker(self, repeat: Repeat) -> _Marker:
+        """The marker of a container. Its operators come from the first of its blocks."""
+        _require(set(repeat.markers) <= repeat.streams.keys(), "a block is not called")
+        forward, backward = (
+            [n for n in self.graph.find_nodes(op="call_function", target=target) if n.meta["block"] == first]
+            for target, first in zip((MARKER, MARKER_BACKWARD), [repeat.block(repeat.first)] * 2, strict=True)
+        )
+        _require(len(forward) == 1 and len(backward) <= 1, "the results of blocks are not read")
+        results = {node.args[1]: node for node in forward[0].users}
+        return _Marker(forward[0], results, backward[0] if backward else None)  # type: ignore[arg-type]
 
     def block(self, repeat: Repeat, index: int) -> _Block:
         """One traced block."""
@@ -157,22 +171,26 @@ def _opaque(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target not in SEEN_THROUGH
 
 
-def _templates(
-    trace: _Trace, repeat: Repeat, forward: dict[int, fx.Node], backward: dict[int, fx.Node]
-) -> list[_Template]:
+def _apart(node: fx.Node, readers: Iterable[fx.Node]) -> bool:
+    """Whether normal form has nothing to rewrite between ``node`` and its ``readers``."""
+    return _opaque(node) or all(reader.op == "call_function" and reader.target not in _LOOKING for reader in readers)
+
+
+def _templates(trace: _Trace, repeat: Repeat, marker: _Marker) -> list[_Template]:
     """The second period of traced blocks, proved equal to the first."""
     start, middle = repeat.first - 2 * repeat.period, repeat.first - repeat.period
     blocks = {i: trace.block(repeat, i) for i in range(start, repeat.first)}
     bounds = [_compare(blocks[i], blocks[i + repeat.period], repeat.streams) for i in range(start, middle)]
-    enters = [b.activations[0] for b in bounds] + [b.activations[1] for b in bounds] + [forward[repeat.first].args[0]]
+    enters = [b.activations[0] for b in bounds] + [b.activations[1] for b in bounds] + [marker.forward.args[0]]
     grads = [b.gradients[k] if b.gradients else None for k in (0, 1) for b in bounds]
     found = []
     for k in range(repeat.period, 2 * repeat.period):
         block, bound = blocks[start + k], bounds[k - repeat.period]
-        _require((grads[k] is None) == (not backward) == (grads[k - 1] is None), "gradients stop inside the blocks")
+        stops = {grads[k] is None, grads[k - 1] is None, marker.backward is None}
+        _require(len(stops) == 1, "gradients stop inside the blocks")
         leaves = enters[k + 1]
         assert isinstance(leaves, fx.Node)
-        border = trace.position[forward[repeat.first]]
+        border = trace.position[marker.forward]
         early = tuple(n for n in block.nodes if trace.position[n] < border)
         template = _Template(
             block,
@@ -190,11 +208,10 @@ def _templates(
 
 
 def _check_template(trace: _Trace, template: _Template, before: _Block) -> None:
-    """Nothing leaves a block but its activation, its gradient and those of its parameters, and normal form has looked
-    through none of them."""
+    """Nothing leaves a block but its activation, its gradient and those of its parameters."""
     block, nodes, output = template.block, set(template.block.nodes), trace.graph.output_node()
     through = [n for n in (template.leaves, template.gradient_leaves) if n is not None]
-    _require(all(n in nodes and _opaque(n) for n in through), f"{block.path} is not apart from its neighbours")
+    _require(all(n in nodes for n in through), f"something else flows through {block.path}")
     inside = nodes | {output}
     _require(
         all(user in inside for n in block.held.values() for user in n.users), f"others read what {block.path} holds"
@@ -213,47 +230,57 @@ def _check_template(trace: _Trace, template: _Template, before: _Block) -> None:
         _require(all(user is output and allowed for user in outside), f"{node} is read outside of {block.path}")
 
 
-def _check_markers(
-    trace: _Trace,
-    repeat: Repeat,
-    templates: Sequence[_Template],
-    forward: dict[int, fx.Node],
-    backward: dict[int, fx.Node],
-) -> None:
-    """Markers follow one another directly, in both directions, and the last one passes what a block passes."""
-    indices, output = repeat.markers, trace.graph.output_node()
-    _require(set(forward) == set(indices) and set(backward) in (set(), set(indices)), "a block is not called")
+def _check_marker(trace: _Trace, repeat: Repeat, templates: Sequence[_Template], marker: _Marker) -> None:
+    """Nothing happens to the results of single blocks, and the marker passes on what a block passes on."""
+    output, (first, last) = trace.graph.output_node(), (repeat.block(repeat.first), repeat.markers[-1])
     form = _form(templates[-1].leaves)
-    for i in indices:
-        _require(_form(forward[i]) == form == _form(templates[0].enters), "blocks change what flows through")
-        following = {user for user in forward[i].users if user is not output}
-        if i + 1 in forward:
-            _require(following == {forward[i + 1]}, "something happens between blocks")
-            _require(not backward or backward[i].args[0] is backward[i + 1], "something happens between gradients")
-        else:
-            _require(
-                {user.meta["block"] for user in following} == {repeat.block(i + 1)}, "the last block is not followed"
-            )
-    if backward:
-        last, first = backward[indices[-1]], backward[indices[0]]
-        gradient = last.args[0]
-        assert isinstance(gradient, fx.Node)
-        _require(_opaque(gradient), "the gradient of the last block is a view or a product")
-        _require(
-            {user.meta["block"] for user in first.users} == {repeat.block(indices[0] - 1)}, "the gradient goes astray"
-        )
-        known = trace.position[last]
-        for template in templates:
-            inner = {*template.block.nodes, template.gradient_enters}
-            outer = {arg for node in template.late for arg in node.all_input_nodes} - inner
-            _require(all(trace.position[n] < known for n in outer), "a shared gradient value comes too late")
+    _require(_form(templates[0].enters) == form, "blocks change what flows through")
+    following = {i: [user for user in n.users if user is not output] for i, n in marker.results.items()}
+    readers = following.pop(repeat.count - 1, [])
+    _require(not any(following.values()), "something happens between blocks")
+    _require({user.meta["block"] for user in readers} == {repeat.block(last + 1)}, "the last block is not followed")
+    _require(_form(marker.results[repeat.count - 1]) == form, "blocks change what flows through")
+    leaving = [(templates[-1].leaves, readers)]
+    inside = zip(templates, [*templates[1:], templates[0]], strict=True)
+    leaving += [(t.leaves, _readers(after, after.enters)) for t, after in inside]
+    if marker.backward is not None:
+        leaving += _check_gradients(trace, repeat, templates, marker.backward)
+    _require(all(_apart(node, readers) for node, readers in leaving), f"{first} is not apart from its neighbours")
+
+
+def _readers(template: _Template, node: fx.Node) -> list[fx.Node]:
+    """The nodes of a template that read ``node``."""
+    inside = set(template.block.nodes)
+    return [user for user in node.users if user in inside]
+
+
+def _check_gradients(
+    trace: _Trace, repeat: Repeat, templates: Sequence[_Template], marker: fx.Node
+) -> list[tuple[fx.Node, list[fx.Node]]]:
+    """As `_check_marker`, for the marker of the backward; the gradients that pass from block to block, with what reads
+    each."""
+    before = repeat.block(repeat.first - 1)
+    _require({user.meta["block"] for user in marker.users} == {before}, "the gradient goes astray")
+    known = trace.position[marker]
+    leaving = []
+    for template, earlier in zip(templates, [templates[-1], *templates[:-1]], strict=True):
+        assert template.gradient_enters is not None and template.gradient_leaves is not None
+        assert earlier.gradient_enters is not None
+        inner = {*template.block.nodes, template.gradient_enters}
+        outer = {arg for node in template.late for arg in node.all_input_nodes} - inner
+        _require(all(trace.position[n] < known for n in outer), "a shared gradient value comes too late")
+        leaving.append((template.gradient_leaves, _readers(earlier, earlier.gradient_enters)))
+    entering: Any = marker.args[0]
+    leaving.append((entering, _readers(templates[-1], templates[-1].gradient_enters)))  # type: ignore[arg-type]
+    leaving.append((templates[0].gradient_leaves, list(marker.users)))  # type: ignore[arg-type]
+    return leaving
 
 
 # -- writing the copies -----------------------------------------------------------------------------------------------
 
 
 class _Copier:
-    """Writes the copies of one template's nodes for one marker."""
+    """Writes the copies of one template's nodes for one block."""
 
     def __init__(self, trace: _Trace, repeat: Repeat, template: _Template, index: int) -> None:
         self.graph, self.template = trace.graph, template
@@ -262,10 +289,10 @@ class _Copier:
         prefix = self.path + "."
         self.env = {node: trace.held[prefix + name] for name, node in template.block.held.items()}
 
-    def copy(self, nodes: Sequence[fx.Node], where: fx.Node, entering: fx.Node | None) -> None:
-        """Copy ``nodes`` to before the marker ``where``, whose argument stands for ``entering``."""
+    def copy(self, nodes: Sequence[fx.Node], where: fx.Node, entering: fx.Node | None, value: fx.Node) -> None:
+        """Copy ``nodes`` to before the marker ``where``, with ``value`` in the place of ``entering``."""
         if entering is not None:
-            self.env[entering] = where.args[0]  # type: ignore[assignment]
+            self.env[entering] = value
         env = self.env
         with self.graph.inserting_before(where):
             for node in nodes:
@@ -286,28 +313,30 @@ class _Copier:
         }
 
 
-def _put(marker: fx.Node, node: fx.Node | None) -> None:
-    assert node is not None
-    marker.replace_all_uses_with(node)
-    marker.graph.erase_node(marker)
-
-
-def _expand(trace: _Trace, repeat: Repeat) -> tuple[list[_Copier], list[_Template]]:
-    """Replace all markers of one container; the copies made, in order."""
-    forward, backward = trace.markers(repeat, MARKER), trace.markers(repeat, MARKER_BACKWARD)
-    _require(set(forward) == set(repeat.markers), "a block is not called")
-    templates = _templates(trace, repeat, forward, backward)
-    _check_markers(trace, repeat, templates, forward, backward)
+def _expand(trace: _Trace, repeat: Repeat) -> list[_Copier]:
+    """Replace the marker of one container; the copies made, in order."""
+    marker = trace.marker(repeat)
+    templates = _templates(trace, repeat, marker)
+    _check_marker(trace, repeat, templates, marker)
     by_index = {t.block.index: t for t in templates}
     copiers = [_Copier(trace, repeat, by_index[repeat.template(i)], i) for i in repeat.markers]
-    for i, copier in zip(repeat.markers, copiers, strict=True):
-        copier.copy(copier.template.early, forward[i], copier.template.enters)
-        _put(forward[i], copier.env[copier.template.leaves])
-    for i, copier in reversed(list(zip(repeat.markers, copiers, strict=True)) if backward else []):
-        copier.copy(copier.template.late, backward[i], copier.template.gradient_enters)
-        assert copier.template.gradient_leaves is not None
-        _put(backward[i], copier.env[copier.template.gradient_leaves])
-    return copiers, templates
+    value: Any = marker.forward.args[0]
+    for copier in copiers:
+        copier.copy(copier.template.early, marker.forward, copier.template.enters, value)
+        value = copier.env[copier.template.leaves]
+    for place, node in marker.results.items():
+        node.replace_all_uses_with(copiers[place].env[copiers[place].template.leaves])
+        trace.graph.erase_node(node)
+    trace.graph.erase_node(marker.forward)
+    if marker.backward is not None:
+        value = marker.backward.args[0]
+        for copier in reversed(copiers):
+            copier.copy(copier.template.late, marker.backward, copier.template.gradient_enters, value)
+            assert copier.template.gradient_leaves is not None
+            value = copier.env[copier.template.gradient_leaves]
+        marker.backward.replace_all_uses_with(value)
+        trace.graph.erase_node(marker.backward)
+    return copiers
 
 
 def _number(path: str) -> int:
@@ -337,11 +366,14 @@ def put_copies(
     Returns the parameters with the gradients that their copies give them, which the graph then returns as well, and the
     classes of isomorphic blocks. Raises Differs where blocks may not be alike; the graph is then of no use.
     """
+    for node in graph.find_nodes(op="call_function", target=MARKER):
+        for result in node.users:
+            result.meta["block"] = None  # or the marked block would have nodes
     classes = block_classes(graph, skip=(MARKER, MARKER_BACKWARD))
     trace = _Trace(graph, parameters, buffers, classes)
     copiers: list[_Copier] = []
     for repeat in repeats:
-        copiers += _expand(trace, repeat)[0]
+        copiers += _expand(trace, repeat)
     made = {f"{c.path}.{name}": c.env[node] for c in copiers for name, node in c.template.block.gradients.items()}
     parameters = tuple(replace(p, gradient=made.get(p.name, p.gradient)) for p in parameters)
     output: fx.Node = graph.output_node()
