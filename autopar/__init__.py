@@ -4,10 +4,23 @@ from autopar.api import parallelize, plan, verify
 from autopar.cluster import Cluster
 from autopar.hints import Hints
 from autopar.plan import Plan
+from autopar.runtime.checkpoint import TrainingState, latest_checkpoint
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.verify import VerifyReport
 from autopar.workload import Workload
 
 __version__ = "0.1.0"
 
-__all__ = ["Cluster", "Hints", "ParallelModule", "Plan", "VerifyReport", "Workload", "parallelize", "plan", "verify"]
+__all__ = [
+    "Cluster",
+    "Hints",
+    "ParallelModule",
+    "Plan",
+    "TrainingState",
+    "VerifyReport",
+    "Workload",
+    "latest_checkpoint",
+    "parallelize",
+    "plan",
+    "verify",
+]

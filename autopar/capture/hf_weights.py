@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,3 +155,25 @@ def quantization(model: nn.Module, config: Mapping[str, Any]) -> str | None:
         return None
     method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", found)
     return str(getattr(method, "value", method))
+
+
+def names_to_save(model: nn.Module) -> list[str]:
+    """The names of a model's state dict that ``save_pretrained`` writes: each tensor once, by its main name."""
+    secondary = set(model.all_tied_weights_keys)
+    ignore = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    main = [next((n for n in tied if n not in secondary), tied[0]) for tied in names.values()]
+    return [name for name in main if name not in ignore]
+
+
+def save_configs(model: nn.Module, directory: Path) -> None:
+    """The config, with the model's class and dtype, and the generation config."""
+    whole: Any = model
+    config = copy.deepcopy(whole.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(whole.dtype).removeprefix("torch.")
+    config.save_pretrained(directory)
+    if whole.can_generate():
+        whole.generation_config.save_pretrained(directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from autopar.capture import batch_tensors
 from autopar.capture.graph import Parameter
 from autopar.capture.hf_padding import padded
 from autopar.errors import InputError, RuntimeFailure
+from autopar.hints import parse_bytes
 from autopar.passes.bind import bind
 from autopar.passes.partition import Program
 from autopar.plan import Plan
@@ -29,6 +31,7 @@ from autopar.runtime.parameters import Fill, as_dtensor, layouts_of, own_pieces,
 from autopar.runtime.precision import inputs_as_used
 from autopar.runtime.process import agree, host_group, make_device_mesh, placements
 from autopar.runtime.program import Emitted, Makers, Specialization, StepProgram
+from autopar.runtime.save import gathered, save
 from autopar.runtime.step import run_step, step_inputs
 from autopar.workload import Workload
 
@@ -256,6 +259,14 @@ class ParallelModule(nn.Module):
             )
         pieces = own_pieces(state_dict, self, self._storage, self.mesh, self.device_mesh)
         return super().load_state_dict(pieces, strict=strict)
+
+    def save_pretrained(self, directory: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
+        """Write the model as transformers does: ``from_pretrained(directory)`` gives the whole model with these
+        weights. Every rank calls it; no rank holds more than one file of ``max_shard_size`` at a time. An earlier save
+        in ``directory`` is replaced when the new one is complete; other files there stay. WeightsError if the model is
+        none of transformers', or the directory cannot be written."""
+        writes = dist.get_rank() == 0
+        save(self._original, gathered(self._original, writes), directory, parse_bytes(max_shard_size), writes)
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Switch between training and evaluation, as ``nn.Module.train``."""

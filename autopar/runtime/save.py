@@ -1,0 +1,195 @@
+"""Writing a parallel model as transformers writes one: gathered tensor by tensor, one file of the directory at a time.
+
+The new directory is made beside the old one, under a hidden name, and takes its place by renaming when it is complete,
+so a save that is interrupted leaves the old one as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.capture.hf import is_transformers_model
+from autopar.capture.hf_weights import Group, groups_to_save, names_to_save, save_configs
+from autopar.errors import AutoparError, RuntimeFailure, WeightsError
+from autopar.runtime.process import agree
+from autopar.runtime.weights import INDEX, WEIGHTS
+from autopar.sharding.layout import TensorSpec
+
+#: Makes the tensor of a name whole: on the host of the rank that ``writes``, nothing on others. All ranks call it.
+Gather = Callable[[str], Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tensors that are converted together: results under their names in the files."""
+
+    group: Group
+    renamed: Mapping[str, str]
+    specs: Mapping[str, TensorSpec]
+
+    @property
+    def bytes(self) -> int:
+        return sum(spec.bytes for spec in self.specs.values())
+
+
+def gathered(model: nn.Module, writes: bool) -> Gather:
+    """What makes the DTensors of ``model`` whole, one at a time; every rank holds it for that time."""
+    state = model.state_dict()
+
+    def gather(name: str) -> Tensor | None:
+        tensor = state[name].detach()
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole.cpu() if writes else None
+
+    return gather
+
+
+def save(model: nn.Module, gather: Gather, directory: str | os.PathLike[str], max_file: int, writes: bool) -> None:
+    """Write ``model`` to ``directory`` in files of at most ``max_file`` bytes (a larger tensor has its own), with its
+    config; other files that the directory has stay. All ranks call it, one of them ``writes``, and all return when the
+    directory is complete.
+
+    Host memory: one file on the rank that writes, one tensor on others. WeightsError, on every rank, for a model that
+    is not of transformers, or if the directory cannot be written.
+    """
+    if not is_transformers_model(model):
+        raise WeightsError(
+            f"save_pretrained does not know how {type(model).__name__} is stored",
+            expected="a transformers model",
+            found="another module",
+            change="use torch.distributed.checkpoint: dcp.save({'model': model.state_dict()}, checkpoint_id=directory)",
+        )
+    files = _files(_parts(model), max_file)
+    target = Path(os.path.realpath(directory))
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        _on_writer(writes, unfinished.mkdir, parents=True)
+        for name, parts in files.items():
+            tensors = dict(_converted(model, gather, parts, writes))
+            _on_writer(writes, save_file, tensors, unfinished / name, {"format": "pt"})
+        _on_writer(writes, _complete, model, files, unfinished, target)
+    finally:
+        if writes:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _on_writer(writes: bool, action: Callable[..., object], *args: object, **kwargs: object) -> None:
+    """Do something on the rank that writes, which is rank 0; every rank raises its error."""
+    error: Exception | None = None
+    if writes:
+        try:
+            action(*args, **kwargs)
+        except Exception as found:  # whatever it is, the other ranks must not wait for this one
+            error = found
+    told = agree(None if error is None else error if isinstance(error, AutoparError) else _unwritable(error))
+    if told is not None:
+        raise told from error
+
+
+def _unwritable(error: Exception) -> AutoparError:
+    if not isinstance(error, OSError):
+        return RuntimeFailure(f"rank 0 could not save the model: {error!r}")
+    return WeightsError(
+        "the model cannot be saved",
+        expected="a directory that can be written, on a file system with enough space",
+        found=str(error),
+        change="check the path; what was saved there before is as it was",
+    )
+
+
+def _parts(model: nn.Module) -> list[_Part]:
+    """Everything that is saved, with the names and shapes that it has in the files: each conversion run on meta."""
+    state = model.state_dict()
+    found = []
+    for group, rename in groups_to_save(model, names_to_save(model)):
+        given = {n: torch.empty(state[n].shape, dtype=state[n].dtype, device="meta") for n, _ in group.sources}
+        results = group.convert(model, given)
+        renamed = {name: rename(name) for name in results}
+        specs = {renamed[name]: TensorSpec(tuple(t.shape), t.dtype) for name, t in results.items()}
+        found.append(_Part(group, renamed, specs))
+    return found
+
+
+def _files(parts: Sequence[_Part], max_file: int) -> dict[str, list[_Part]]:
+    """Parts by the file that they are in."""
+    files: list[list[_Part]] = [[]]
+    held = 0
+    for part in parts:
+        if files[-1] and held + part.bytes > max_file:
+            files.append([])
+            held = 0
+        files[-1].append(part)
+        held += part.bytes
+    if len(files) == 1:
+        return {WEIGHTS: files[0]}
+    stem = WEIGHTS.removesuffix(".safetensors")
+    return {f"{stem}-{i:05d}-of-{len(files):05d}.safetensors": file for i, file in enumerate(files, 1)}
+
+
+def _converted(
+    model: nn.Module, gather: Gather, parts: Sequence[_Part], writes: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one file, by their names there; none on ranks that do not write."""
+    for part in parts:
+        tensors = {}
+        for name, _ in part.group.sources:
+            whole = gather(name)
+            if whole is not None:
+                tensors[name] = whole
+        if writes:
+            for name, tensor in part.group.convert(model, tensors).items():
+                yield part.renamed[name], tensor.contiguous()
+
+
+def _complete(model: nn.Module, files: Mapping[str, Sequence[_Part]], unfinished: Path, target: Path) -> None:
+    """The index and the configs, and the new directory in the place of the old one."""
+    if len(files) > 1:
+        specs = {name: (file, spec) for file, parts in files.items() for p in parts for name, spec in p.specs.items()}
+        index = {
+            "metadata": {
+                "total_parameters": sum(p.numel() for p in model.parameters()),
+                "total_size": sum(spec.bytes for _, spec in specs.values()),
+            },
+            "weight_map": {name: file for name, (file, _) in specs.items()},
+        }
+        (unfinished / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    save_configs(model, unfinished)
+    if target.exists():
+        for kept in target.iterdir():
+            if _is_weights(kept.name) or (unfinished / kept.name).exists():
+                continue
+            if kept.is_dir():
+                shutil.copytree(kept, unfinished / kept.name, copy_function=_link)
+            else:
+                _link(kept, unfinished / kept.name)
+        old = target.with_name(f"{unfinished.name}.old")
+        target.rename(old)
+        unfinished.rename(target)
+        shutil.rmtree(old)
+    else:
+        unfinished.rename(target)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """The same file in another directory, without copying it where the file system can."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _is_weights(name: str) -> bool:
+    """Whether a file holds weights of a save before this one."""
+    stem = WEIGHTS.removesuffix(".safetensors")
+    return name == INDEX or (name.startswith(stem) and name.endswith(".safetensors"))
