@@ -15,9 +15,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from autopar.errors import HintError
+from autopar.schedule import SCHEDULES
 from autopar.sharding.recompute import blocks_made_again
 
+#: Axes that split tensors, and with that of the pipeline all that ranks are laid out on, outermost first.
 AXES = ("dp", "tp")
+DEGREES = ("pp", *AXES)
 ZERO_STAGES = (0, 3)
 
 _BYTE_UNITS = (
@@ -78,7 +81,9 @@ def check_recompute(mode: object, blocks: int | None = None) -> None:
 class Hints:
     """Decisions that the planner must keep; None leaves them to it.
 
-    ``dp`` and ``tp`` are degrees, ``zero`` is 0 or 3, ``micro_batch_size`` is in samples a rank, ``recompute`` is
+    ``pp``, ``dp`` and ``tp`` are degrees, ``schedule`` is a pipeline schedule (one of `autopar.schedule.SCHEDULES`),
+    ``stages`` maps patterns of module paths (blocks, and modules outside of them that own parameters) to pipeline
+    stages, ``zero`` is 0 or 3, ``micro_batch_size`` is in samples a rank, ``recompute`` is
     "none", "selective", "full", or "full:4" for the first four blocks alone (`sharding.recompute`), ``memory_limit`` is
     bytes a device (as `parse_bytes` reads them),
     ``shard`` maps parameter patterns (see the module) to the dim that each axis splits, e.g.
@@ -86,8 +91,11 @@ class Hints:
     other whatever the model; what depends on model and cluster is for `check_hints`.
     """
 
+    pp: int | None = None
     dp: int | None = None
     tp: int | None = None
+    schedule: str | None = None
+    stages: Mapping[str, int] | None = None
     zero: int | None = None
     micro_batch_size: int | None = None
     recompute: str | None = None
@@ -95,7 +103,7 @@ class Hints:
     shard: Mapping[str, Mapping[str, int]] | None = None
 
     def __post_init__(self) -> None:
-        for axis in AXES:
+        for axis in DEGREES:
             if (degree := getattr(self, axis)) is not None and not _is_int(degree, 1):
                 raise HintError(
                     f"{axis}={degree!r} is no degree.",
@@ -123,6 +131,9 @@ class Hints:
             parse_bytes(self.memory_limit)
         if self.shard is not None:
             object.__setattr__(self, "shard", _checked_shard(self.shard))
+        if self.stages is not None:
+            object.__setattr__(self, "stages", _checked_stages(self.stages))
+        _check_pipeline(self)
         _check_contradictions(self)
 
     @property
@@ -135,6 +146,8 @@ class Hints:
         table = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.shard is not None:
             table["shard"] = {pattern: dict(dims) for pattern, dims in self.shard.items()}
+        if self.stages is not None:
+            table["stages"] = dict(self.stages)
         return {name: value for name, value in table.items() if value is not None}
 
     @classmethod
@@ -204,7 +217,7 @@ def _is_int(value: object, least: int) -> bool:
 
 def _given(hints: Hints) -> str:
     """The degrees that are hinted, as the user wrote them."""
-    given = [f"{axis}={getattr(hints, axis)}" for axis in AXES if getattr(hints, axis) is not None]
+    given = [f"{axis}={getattr(hints, axis)}" for axis in DEGREES if getattr(hints, axis) is not None]
     return ", ".join(given) or "no degrees"
 
 
@@ -244,6 +257,38 @@ def _checked_shard(shard: object) -> dict[str, dict[str, int]]:
     return {pattern: dict(dims) for pattern, dims in shard.items()}
 
 
+def _checked_stages(stages: object) -> dict[str, int]:
+    """A copy of ``stages`` that nobody else can change, or HintError if it is malformed."""
+    well_formed = isinstance(stages, Mapping) and all(isinstance(k, str) and _is_int(v, 0) for k, v in stages.items())
+    if not isinstance(stages, Mapping) or not well_formed:
+        raise HintError(
+            "The hint stages is malformed.",
+            expected="a mapping from patterns of module paths to stages, numbered from 0",
+            found=repr(stages),
+            change='write for instance stages={"model.layers.0": 0, "model.layers.1": 1}',
+        )
+    return dict(stages)
+
+
+def _check_pipeline(hints: Hints) -> None:
+    """HintError for a schedule that there is not, and for hints of a pipeline without one."""
+    if hints.schedule is not None and hints.schedule not in SCHEDULES:
+        raise HintError(
+            f"schedule={hints.schedule!r} is not available.",
+            expected=f"one of {', '.join(SCHEDULES)}",
+            found=repr(hints.schedule),
+            change=nearest_names(str(hints.schedule), SCHEDULES),
+        )
+    for name in ("schedule", "stages"):
+        if getattr(hints, name) is not None and hints.pp in (None, 1):
+            raise HintError(
+                f"The hint {name} asks for a pipeline, and there is none.",
+                expected=f"pp of at least 2 beside {name}",
+                found=f"pp={hints.pp}",
+                change=f"give pp, or leave {name} out",
+            )
+
+
 def _check_contradictions(hints: Hints) -> None:
     """HintError where two hints cannot both hold, whatever the model."""
     for pattern, dims in (hints.shard or {}).items():
@@ -265,14 +310,15 @@ def _check_contradictions(hints: Hints) -> None:
 
 
 def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
-    """The degrees that the hints fix: those given, and those that dp x tp = ``world_size`` leaves no choice."""
-    given = {axis: degree for axis in AXES if (degree := getattr(hints, axis)) is not None}
-    product = math.prod(given.values())
-    if len(given) == len(AXES) and product != world_size:
+    """The degrees that the hints fix: those given, and those that pp x dp x tp = ``world_size`` leaves no choice. Not
+    given, pp is 1."""
+    given = {"pp": hints.pp or 1} | {axis: degree for axis in AXES if (degree := getattr(hints, axis)) is not None}
+    product, axes = math.prod(given.values()), " x ".join(DEGREES if hints.pp is not None else AXES)
+    if len(given) == len(DEGREES) and product != world_size:
         raise HintError(
             f"The hints {_given(hints)} do not match a cluster of {world_size} ranks.",
-            expected=f"dp x tp = {world_size}",
-            found=f"dp x tp = {product}",
+            expected=f"{axes} = {world_size}",
+            found=f"{axes} = {product}",
             change="correct one of the two or leave it out, or change the number of ranks",
         )
     if world_size % product:

@@ -18,8 +18,9 @@ from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, HintError, PlanError
-from autopar.hints import ZERO_STAGES, Hints, check_recompute, nearest_names
+from autopar.hints import DEGREES, ZERO_STAGES, Hints, check_recompute, nearest_names
 from autopar.report.text import text_report
+from autopar.schedule import SCHEDULES, check_schedule
 from autopar.sharding.layout import Layout, Mesh
 from autopar.workload import Workload
 
@@ -89,7 +90,9 @@ class Plan:
 
     ``structure`` is the hash of the model's graph and shapes. ``breakdown`` has the seconds of ``compute``, ``exposed
     communication`` and ``bubble``, which add up to ``step_time``; ``memory`` bytes by kind, which add up to the peak.
-    ``recompute`` says what the backward makes again instead of keeping it (`sharding.recompute`).
+    ``stages`` are the modules of every pipeline stage (blocks, and modules outside of them that own parameters), in the
+    order in which they run, as many stages a rank of pp as ``schedule`` has; one stage without a pipeline, and then
+    ``schedule`` is None. ``recompute`` says what the backward makes again instead of keeping it (`sharding.recompute`).
     A step takes at most ``gap`` (a fraction) longer than with the best plan of ``gap_space``. ``operators`` gives, for
     every operator, what is split on each axis; ``flops_share`` is the largest share of the model's FLOPs that one rank
     does. All numbers are finite.
@@ -101,7 +104,8 @@ class Plan:
     zero: int
     micro_batch_size: int
     num_micro_batches: int
-    schedule: None
+    schedule: str | None
+    stages: tuple[tuple[str, ...], ...]
     recompute: str
     step_time: float
     breakdown: dict[str, float]
@@ -132,7 +136,7 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
-        """The device mesh; tp is innermost, so its ranks are neighbours."""
+        """The device mesh of a pipeline stage; tp is innermost, so its ranks are neighbours."""
         return Mesh((("dp", self.degrees["dp"]), ("tp", self.degrees["tp"])))
 
     def layout(self, name: str) -> Layout:
@@ -241,6 +245,8 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return value
     if is_dataclass(kind):
         return _decode_record(kind, value, where)
+    if origin is types.UnionType:  # of one type and None
+        return None if value is None else _decode(arguments[0], value, where)
     if origin is dict:
         if not isinstance(value, Mapping):
             raise _bad(where, "an object", value)
@@ -294,11 +300,25 @@ def _bad(where: str, expected: str, value: object) -> PlanError:
     )
 
 
+def _check_pipeline(plan: Plan) -> None:
+    """The schedule is one that can run the plan's stages and micro-batches."""
+    pp = plan.degrees["pp"]
+    if (plan.schedule is None) != (pp == 1) or (plan.schedule is not None and plan.schedule not in SCHEDULES):
+        expected = f"one of {', '.join(SCHEDULES)}" if pp > 1 else "null, because pp is 1"
+        raise _bad("plan.schedule", expected, plan.schedule)
+    if plan.schedule is not None:
+        try:
+            check_schedule(plan.schedule, pp, len(plan.stages), plan.num_micro_batches)
+        except HintError as error:
+            raise _bad("plan.stages", error.expected, error.found) from None
+
+
 def _check(plan: Plan) -> None:
     """What the types do not say: axes and zero are known ones, every parameter's layout fits its shape, and cluster,
     workload and hints can be read."""
-    if set(plan.degrees) != {"dp", "tp"} or any(degree < 1 for degree in plan.degrees.values()):
-        raise _bad("plan.degrees", "positive degrees of dp and tp", plan.degrees)
+    if set(plan.degrees) != set(DEGREES) or any(degree < 1 for degree in plan.degrees.values()):
+        raise _bad("plan.degrees", "positive degrees of pp, dp and tp", plan.degrees)
+    _check_pipeline(plan)
     if plan.zero not in ZERO_STAGES:
         raise _bad("plan.zero", " or ".join(map(str, ZERO_STAGES)), plan.zero)
     try:

@@ -51,8 +51,8 @@ def stage_ranks(schedule: str, pp: int, stages: int) -> tuple[int, ...]:
     return tuple(s % pp for s in range(stages))
 
 
-def check_schedule(schedule: str, pp: int, stages: int, micro_batches: int) -> None:
-    """HintError unless ``schedule`` can run ``stages`` stages on ``pp`` ranks with so many micro-batches."""
+def check_stages(schedule: str, pp: int, stages: int) -> None:
+    """HintError unless ``schedule`` can run ``stages`` stages on ``pp`` ranks."""
     chunks = SCHEDULES[schedule]
     if stages % pp or (chunks is not None and stages != chunks * pp):
         raise HintError(
@@ -61,6 +61,11 @@ def check_schedule(schedule: str, pp: int, stages: int, micro_batches: int) -> N
             found=f"{stages} stages",
             change="give another number of stages in the hint stages, or another schedule",
         )
+
+
+def check_schedule(schedule: str, pp: int, stages: int, micro_batches: int) -> None:
+    """HintError unless ``schedule`` can run ``stages`` stages on ``pp`` ranks with so many micro-batches."""
+    check_stages(schedule, pp, stages)
     rounds = max(1, micro_batches // pp)
     least = {"1f1b": pp, "dualpipev": stages}.get(schedule, 1)
     if micro_batches < least:
@@ -78,9 +83,19 @@ def check_schedule(schedule: str, pp: int, stages: int, micro_batches: int) -> N
     )
 
 
-def _gpipe(rank: int, micro_batches: int) -> list[tuple[int, str, int]]:
+def runs(schedule: str, pp: int, stages: int, micro_batches: int) -> bool:
+    """Whether `check_schedule` has nothing to say."""
+    try:
+        check_schedule(schedule, pp, stages, micro_batches)
+    except HintError:
+        return False
+    return True
+
+
+def _breadth_first(stages: Sequence[int], micro_batches: int) -> list[tuple[int, str, int]]:
+    """All forwards of a rank's stages, then all backwards."""
     every = range(micro_batches)
-    return [(rank, "F", m) for m in every] + [(rank, "B", m) for m in every]
+    return [(s, "F", m) for s in stages for m in every] + [(s, "B", m) for s in reversed(stages) for m in every]
 
 
 def _one_f_one_b(rank: int, pp: int, micro_batches: int) -> list[tuple[int, str, int]]:
@@ -93,11 +108,19 @@ def _one_f_one_b(rank: int, pp: int, micro_batches: int) -> list[tuple[int, str,
 
 
 def torch_order(schedule: str, pp: int, stages: int, micro_batches: int) -> dict[int, list[Any]]:
-    """The actions of every rank of the ``pp`` axis as ``torch.distributed.pipelining`` writes them; None is idle."""
-    if schedule not in ("gpipe", "1f1b"):
+    """The actions of every rank of the ``pp`` axis as ``torch.distributed.pipelining`` writes them; None is idle.
+
+    A number of micro-batches that the schedule cannot run, which a batch of another size than the plan's may have, runs
+    breadth first: every stage all its forwards, then all its backwards.
+    """
+    able = runs(schedule, pp, stages, micro_batches)
+    if able and schedule not in ("gpipe", "1f1b"):
         return pipeline_order(schedule, pp, stages, micro_batches)
-    rows = {r: _gpipe(r, micro_batches) if schedule == "gpipe" else _one_f_one_b(r, pp, micro_batches)
-            for r in range(pp)}  # fmt: skip
+    if able and schedule == "1f1b":
+        rows = {r: _one_f_one_b(r, pp, micro_batches) for r in range(pp)}
+    else:
+        ranks = stage_ranks(schedule, pp, stages)
+        rows = {r: _breadth_first([s for s in range(stages) if ranks[s] == r], micro_batches) for r in range(pp)}
     return {r: [pipeline_action(*entry) for entry in row] for r, row in rows.items()}
 
 

@@ -11,12 +11,14 @@ from typing import Any
 
 from torch import fx, nn
 
+from autopar.arguments import is_for
 from autopar.capture import capture
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.errors import InputError
 from autopar.fallback import fallbacks
-from autopar.passes import recompute
+from autopar.passes import pipeline, recompute
+from autopar.passes.locate import homes
 from autopar.passes.phases import cut
 from autopar.passes.shard import shard
 from autopar.plan import Plan
@@ -27,6 +29,7 @@ from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.microbatch import WHOLE, Place, micro_batched
 from autopar.sharding.operators import Operators, value_of
 from autopar.solver.carry import plan_pins
+from autopar.solver.pipeline import Stages, balanced, costs
 from autopar.solver.program import solve
 from autopar.solver.space import DATA_AXIS, output_values
 from autopar.solver.spmd import make_program, read
@@ -114,7 +117,8 @@ def specialize(
     lost = fallbacks(found.captured, found.operators, found.assignment, plan, input_names(args, kwargs))
     lengths = _length_dims(found.captured) if Workload.from_dict(plan.workload).pad_to else ()
     emitted = emit(found.captured, found.operators, found.assignment, plan.recompute)
-    return replace(emitted, fallbacks=lost, length_dims=lengths)
+    units = _stage_units(model, plan, found.captured, found.operators) if plan.schedule is not None else ()
+    return replace(emitted, fallbacks=lost, length_dims=lengths, units=units)
 
 
 def specialize_step(
@@ -146,8 +150,21 @@ def specialize_step(
     recompute.tag(emitted, operators, plan.recompute)
     given = [emitted.inputs[node] for node in captured.inputs if node in split]
     places = tuple(i for i, o in enumerate(captured.outputs) if i == loss or o.buffer is not None)
-    phases = cut(emitted, assignment.mesh, given, results=places)
-    return StepProgram(captured, operators, assignment, emitted, phases, count, split, places, loss)
+    phases = cut(emitted, assignment.mesh, given, results=places, merge=plan.schedule is None)
+    program = StepProgram(captured, operators, assignment, emitted, phases, count, split, places, loss)
+    if plan.schedule is None:
+        return program
+    by_stage = _stage_units(model, plan, captured, operators)
+    held = {program.input_name(p.placeholder): homes((p.name, *p.aliases), by_stage) for p in captured.parameters}
+    stages = pipeline.cut(phases, by_stage, held, [program.input_name(node) for node in captured.inputs])
+    return replace(program, stages=stages, schedule=plan.schedule, pp=plan.degrees["pp"])
+
+
+def _stage_units(model: nn.Module, plan: Plan, captured: Captured, operators: Operators) -> Stages:
+    """The modules of every pipeline stage: the plan's, or for another model as many stages of equal seconds."""
+    if is_for(plan, model):
+        return plan.stages
+    return balanced(costs(captured, operators, Cluster.from_dict(plan.cluster)), len(plan.stages))
 
 
 def _in_micro_batches(

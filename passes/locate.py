@@ -10,7 +10,8 @@ collectives), each stage has its own summand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -22,22 +23,31 @@ from autopar.passes.phases import Phase, Phases
 
 #: The stage of a node's unit, None where it has none.
 Label = Callable[[fx.Node], "int | None"]
+#: Modules by stage.
+Stages = Sequence[Sequence[str]]
 
 
-def labels(stages: Sequence[Sequence[str]]) -> Label:
-    """The stage of every node by its module: that of the longest module path in ``stages`` that it lies in."""
-    of_path = {path: s for s, paths in enumerate(stages) for path in paths}
-    found: dict[str, int | None] = {}
+def stage_of(module: str, stages: Stages) -> int | None:
+    """The stage of a module: that of the longest path in ``stages`` that it lies in; None if there is none."""
+    parts = module.split(".")
+    paths = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    return next((s for path in paths for s, names in enumerate(stages) if path in names), None)
 
-    def label(node: fx.Node) -> int | None:
-        module = str(node.meta.get("module", ""))
-        if module not in found:
-            parts = module.split(".")
-            prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-            found[module] = next((of_path[path] for path in prefixes if path in of_path), None)
-        return found[module]
 
-    return label
+def homes(names: Iterable[str], stages: Stages) -> frozenset[int]:
+    """The stages that hold a parameter, by all its ``names``: those of the modules that own it, else the first."""
+    found = (stage_of(name.rpartition(".")[0], stages) for name in names)
+    return frozenset(s for s in found if s is not None) or frozenset([0])
+
+
+def labels(stages: Stages) -> Label:
+    """The stage of every node by its module."""
+
+    @functools.cache
+    def of_module(module: str) -> int | None:
+        return stage_of(module, stages)
+
+    return lambda node: of_module(str(node.meta.get("module", "")))
 
 
 @dataclass
@@ -91,19 +101,19 @@ def reached(graph: Located, names: Collection[str]) -> set[fx.Node]:
 
 
 def locate_forward(
-    phases: Phases, label: Label, count: int, parameters: Collection[str], batch: Collection[str]
+    phases: Phases, label: Label, count: int, held: Mapping[str, frozenset[int]], batch: Collection[str]
 ) -> Located:
-    """The forward, located at ``count`` stages. ``parameters`` and ``batch`` name inputs of the phases."""
-    weights, varied = set(parameters), set(batch)
+    """The forward, located at ``count`` stages. ``held`` gives the stages that have the inputs which are parameters, or
+    are made of them once a step, ``batch`` names those that differ between batches."""
+    varied = set(batch)
     if phases.prologue is not None:
         varied |= set(phases.prologue.outputs)
     if phases.once is not None:
         once = Located.of(phases.once)
-        of_weights, of_batch = reached(once, weights), reached(once, varied)
-        weights |= {name for name, n in once.outputs.items() if n in of_weights}
+        of_batch = reached(once, varied)
         varied |= {name for name, n in once.outputs.items() if n in of_batch}
     graph = Located.of(phases.forward)
-    both = reached(graph, weights) & reached(graph, varied)
+    both = reached(graph, held) & reached(graph, varied)
     for node in graph.calls:
         known = [graph.at[arg] for arg in node.all_input_nodes if arg in graph.at]
         if node in both and (own := label(node)) is not None:
@@ -114,6 +124,28 @@ def locate_forward(
         if node in both and node not in graph.at:
             graph.at[node] = min((graph.at[user] for user in node.users if user in graph.at), default=count - 1)
     return graph
+
+
+def held_by(phases: Phases, parameters: Mapping[str, frozenset[int]], count: int) -> dict[str, frozenset[int]]:
+    """The stages that have each parameter and each value that is made of parameters once a step: those that have all
+    that it is made of. HintError if no stage has."""
+    found = dict(parameters)
+    if phases.once is None:
+        return found
+    once = Located.of(phases.once)
+    every = frozenset(range(count))
+    have = {n: parameters.get(n.name, every) for n in once.nodes}
+    for node in once.calls:
+        have[node] = every.intersection(*(have[arg] for arg in node.all_input_nodes))
+        if not have[node]:
+            raise HintError(
+                f"parameters of several stages are joined in {node.meta['module'] or 'the model'}",
+                expected="parameters that are used together on one pipeline stage",
+                found=f"{node.target} of parameters that no stage has all of",
+                change="put the modules that own them on one stage (hint stages), or give pp=1",
+            )
+    of_parameters = reached(once, parameters)
+    return found | {name: have[n] for name, n in once.outputs.items() if n in of_parameters}
 
 
 def is_gradient(node: fx.Node) -> bool:

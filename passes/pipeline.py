@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,16 @@ from torch import fx
 from autopar.errors import HintError
 from autopar.passes.bucket import bucket
 from autopar.passes.collectives import aten
-from autopar.passes.locate import Located, is_gradient, labels, locate_backward, locate_finish, locate_forward
+from autopar.passes.locate import (
+    Located,
+    Stages,
+    held_by,
+    is_gradient,
+    labels,
+    locate_backward,
+    locate_finish,
+    locate_forward,
+)
 from autopar.passes.overlap import overlap
 from autopar.passes.phases import Phase, Phases
 
@@ -92,12 +101,13 @@ class Stage:
 
 
 def cut(
-    phases: Phases, stages: Sequence[Sequence[str]], parameters: Collection[str], batch: Collection[str]
+    phases: Phases, stages: Stages, parameters: Mapping[str, frozenset[int]], batch: Collection[str]
 ) -> tuple[Stage, ...]:
     """The stages of ``phases``, in which no collectives are merged.
 
-    ``stages`` are module paths by stage. ``parameters`` and ``batch`` name the inputs that are parameters, and those
-    that differ between batches. Raises HintError where a gradient cannot be taken stage by stage.
+    ``stages`` are module paths by stage. ``parameters`` gives the stages that have the inputs which are parameters
+    (`locate.homes`); other stages that read one receive it. ``batch`` names the inputs that differ between batches.
+    Raises HintError where a gradient cannot be taken stage by stage, or stages are not in the model's order.
     """
     return _Cutter(phases, stages, parameters, batch).stages()
 
@@ -106,11 +116,12 @@ class _Cutter:
     """Finds out what travels between stages, then writes the graphs of each."""
 
     def __init__(
-        self, phases: Phases, stages: Sequence[Sequence[str]], parameters: Collection[str], batch: Collection[str]
+        self, phases: Phases, stages: Stages, parameters: Mapping[str, frozenset[int]], batch: Collection[str]
     ) -> None:
         self.phases, self.count = phases, len(stages)
+        self.held = held_by(phases, parameters, self.count)
         label = labels(stages)
-        self.forward = locate_forward(phases, label, self.count, parameters, batch)
+        self.forward = locate_forward(phases, label, self.count, self.held, batch)
         self.backward = _located(phases.backward, lambda p: locate_backward(p, label, self.count, self.forward))
         sums = {name: self.backward.stages(node) for name, node in self.backward.outputs.items()}
         self.finish = _located(phases.finish, lambda p: locate_finish(p, sums))
@@ -173,6 +184,8 @@ class _Cutter:
         elif node.op == "placeholder":
             if node.name in self.forward.outputs:
                 self.saved[s][node.name] = self.forward.outputs[node.name]
+            elif s not in self.held.get(node.name, (s,)):
+                self.saved[s][node.name] = next(n for n in self.forward.nodes if n.name == node.name)
         else:
             assert not is_gradient(node)  # gradients are located no later than what reads them
             self.saved[s][node.name] = next(n for n in self.forward.nodes if n.name == node.name)
@@ -184,19 +197,23 @@ class _Cutter:
 
         def makes(node: fx.Node) -> bool:
             made = node.op == "call_function" and (graph.at.get(node, s) == s or node.target in _RESHAPES)
-            if not made and node in graph.at:
-                if graph.at[node] > s:
-                    raise _not_ordered(node, graph.at[node], s)
+            if not made and not (node.op == "placeholder" and s in self.held.get(node.name, (s,))):
+                if self._made_at(node) > s:
+                    raise _not_ordered(node, self._made_at(node), s)
                 self.up[node] = max(s, self.up.get(node, s))
             return made
 
-        targets = [*self.ends[s].values(), *self.saved[s].values(), *(n for n in self.up if graph.at[n] == s)]
+        targets = [*self.ends[s].values(), *self.saved[s].values(), *(n for n in self.up if self._made_at(n) == s)]
         return {n for n in _closure(targets, makes) if n.op == "call_function" and makes(n)}
+
+    def _made_at(self, node: fx.Node) -> int:
+        """The first stage that has a value of the forward which travels."""
+        return min(self.held[node.name]) if node.op == "placeholder" else self.forward.at[node]
 
     def _travels(self, s: int) -> tuple[dict[str, fx.Node], dict[str, fx.Node]]:
         """What goes from stage ``s`` to the next, and from ``s`` to the one before."""
-        at, back = self.forward.at, self.backward.at
-        up = {n.name: n for n in self.forward.nodes if n in self.up and at[n] <= s < self.up[n]}
+        back = self.backward.at
+        up = {n.name: n for n in self.forward.nodes if n in self.up and self._made_at(n) <= s < self.up[n]}
         down = {n.name: n for n in self.backward.nodes if n in self.down and self.down[n] < s <= back[n]}
         return up, down
 
@@ -208,7 +225,7 @@ class _Cutter:
 
     def _stage(self, s: int) -> Stage:
         sends, sends_back = self._travels(s)
-        own = {name: n for name, n in sends.items() if n in self.in_forward[s]}
+        own = {name: n for name, n in sends.items() if self._made_at(n) == s}
         forward = _extract(self.forward, self.ends[s] | self.saved[s] | own, self.in_forward[s], "Forward")
         backward, first, second, between = self._backward(s, sends_back)
         finish = self._finish(s)

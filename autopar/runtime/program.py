@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from autopar.capture.graph import Captured
 from autopar.passes import recompute
 from autopar.passes.partition import Program, partition
 from autopar.passes.phases import Phases
+from autopar.passes.pipeline import Stage
 from autopar.passes.shard import Sharded, shard
 from autopar.plan import Plan
 from autopar.runtime.batches import Fallback
@@ -27,7 +29,7 @@ T = TypeVar("T", covariant=True)
 class Specialization:
     """A captured graph, what was decided for it, and the program that was emitted; ``fallbacks`` are what the plan
     splits and these shapes do not divide, ``length_dims`` the dims of every output that carry dim 1 of inputs, known
-    only where batches are padded."""
+    only where batches are padded; ``units`` the modules of every pipeline stage."""
 
     captured: Captured
     operators: Operators
@@ -36,6 +38,7 @@ class Specialization:
     program: Program
     fallbacks: tuple[Fallback, ...] = ()
     length_dims: tuple[frozenset[int], ...] = ()
+    units: tuple[tuple[str, ...], ...] = ()
 
     def input_name(self, placeholder: fx.Node) -> str:
         """The name under which a captured placeholder enters the program."""
@@ -73,7 +76,8 @@ class Specialization:
 class StepProgram:
     """What runs a whole training step: ``phases`` over ``count`` micro-batches. ``assignment`` is on the mesh with the
     micro-batch axis where there are several; ``split`` are the captured inputs that every micro-batch has a part of,
-    ``places`` those of the results among the captured outputs, ``loss`` is the one of the loss."""
+    ``places`` those of the results among the captured outputs, ``loss`` is the one of the loss. In a pipeline the
+    phases are cut into ``stages``, which ``pp`` ranks (times those of a stage) run by ``schedule``."""
 
     captured: Captured
     operators: Operators
@@ -84,6 +88,14 @@ class StepProgram:
     split: frozenset[fx.Node]
     places: tuple[int, ...]
     loss: int
+    stages: tuple[Stage, ...] = ()
+    schedule: str = ""
+    pp: int = 1
+
+    def hash(self) -> str:
+        """SHA-256 of the text of all graphs, those of all stages in a pipeline: equal on every rank."""
+        every = [stage.hash() for stage in self.stages] or [self.phases.hash()]
+        return hashlib.sha256("".join(every).encode()).hexdigest()
 
     def input_name(self, placeholder: fx.Node) -> str:
         """The name under which a captured placeholder enters the phases."""

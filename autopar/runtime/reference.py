@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +21,9 @@ from autopar.capture import batch_tensors
 from autopar.runtime.precision import inputs_as_used, mixed_call
 from autopar.runtime.program import Emitted, Specialization, StepProgram
 from autopar.runtime.simulate import Traffic, run_ranks
+from autopar.runtime.stages import run_pipeline
 from autopar.runtime.step import combine, run_step, step_inputs
+from autopar.schedule import stage_ranks
 from autopar.sharding.layout import MICRO_BATCH, Layout, Mesh
 
 T = TypeVar("T", Specialization, StepProgram)
@@ -295,6 +297,17 @@ class _ForwardSimulation(_Simulation[Specialization]):
                 values[r][self.special.input_name(output.tangent)] = layout.local_slice(self.mesh, tangent, r).clone()
 
 
+def _busiest(stages: Sequence[Traffic], ranks: Sequence[int]) -> Traffic:
+    """What the rank of the pipeline did that had most FLOPs to do; ``ranks`` has the one of every stage."""
+    found: dict[int, Traffic] = {}
+    for rank, traffic in zip(ranks, stages, strict=True):
+        own = found.setdefault(rank, Traffic())
+        own.count += traffic.count
+        own.bytes += traffic.bytes
+        own.flops += traffic.flops
+    return max(found.values(), key=lambda traffic: traffic.flops)
+
+
 class _StepSimulation(_Simulation[StepProgram]):
     """A whole training step, micro-batch after micro-batch. A value is the list of those of all ranks."""
 
@@ -309,10 +322,13 @@ class _StepSimulation(_Simulation[StepProgram]):
             )
             by_rank.append(({**shared, **self.own(r)}, each))
 
-        def run(module: fx.GraphModule, values: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-            inputs = [[value[r] for value in values] for r in self.ranks]
-            outputs = run_ranks(module, inputs, self.mesh, traffic)
-            return [list(output) for output in zip(*outputs, strict=True)]
+        def runner(traffic: Traffic | None) -> Callable[[fx.GraphModule, Sequence[Any]], list[list[Tensor]]]:
+            def run(module: fx.GraphModule, values: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+                inputs = [[value[r] for value in values] for r in self.ranks]
+                outputs = run_ranks(module, inputs, self.mesh, traffic)
+                return [list(output) for output in zip(*outputs, strict=True)]
+
+            return run
 
         def combined(op: str, a: list[Tensor], b: list[Tensor]) -> list[Tensor]:
             return [combine(op, x, y) for x, y in zip(a, b, strict=True)]
@@ -321,6 +337,13 @@ class _StepSimulation(_Simulation[StepProgram]):
         each = [
             {name: [own[i][name] for _, own in by_rank] for name in by_rank[0][1][i]} for i in range(special.count)
         ]
-        results, gradients = run_step(special.phases, given, each, run, combined)
+        if special.stages:
+            traffics = [Traffic() for _ in special.stages]
+            runs = [runner(one if traffic else None) for one in traffics]
+            results, gradients = run_pipeline(special, given, each, runs, combined)
+            if traffic is not None:
+                self.traffic = _busiest(traffics, stage_ranks(special.schedule, special.pp, len(special.stages)))
+        else:
+            results, gradients = run_step(special.phases, given, each, runner(traffic), combined)
         by_rank_results = [[value[r] for value in results] for r in self.ranks]
         return self.results(by_rank_results), self.update([[g[r] for g in gradients] for r in self.ranks])

@@ -7,8 +7,9 @@ from typing import Any
 
 from autopar.passes.phases import Phase
 from autopar.passes.pipeline import Stage
+from autopar.runtime.program import StepProgram
 from autopar.runtime.step import Combine, Run, combine, run_phase
-from autopar.schedule import Step, global_order
+from autopar.schedule import global_order, order
 
 
 class StageRun:
@@ -84,31 +85,31 @@ class StageRun:
             self._sums[name] = value
 
 
-def run_stages(
-    stages: Sequence[Stage],
-    sums: Mapping[str, str],
-    rows: Sequence[Sequence[Step]],
+def run_pipeline(
+    program: StepProgram,
     given: Mapping[str, Any],
     micro_batches: Sequence[Mapping[str, Any]],
-    run: Run,
+    runs: Sequence[Run],
     combine: Combine = combine,
-) -> dict[str, Any]:
-    """One step of all stages in one process, in an order that the schedule's ``rows`` of steps allow; returns results
-    and gradients by name, gradients of several stages summed up."""
-    runs = [StageRun(stage, sums, given, micro_batches, run, combine) for stage in stages]
-    for one in runs:
+) -> tuple[list[Any], list[Any]]:
+    """Results and gradients of a step of all stages, run in one process in an order that the schedule allows. Takes
+    what `run_step` takes, with one of ``runs`` a stage."""
+    stages, sums = program.stages, program.phases.sums
+    rows = order(program.schedule, program.pp, len(stages), program.count)
+    every = [StageRun(s, sums, given, micro_batches, run, combine) for s, run in zip(stages, runs, strict=True)]
+    for one in every:
         one.begin()
     for step in global_order(rows, len(stages)):
         for action in step:
-            runs[action.stage].act(action.kind, action.micro_batch)
+            every[action.stage].act(action.kind, action.micro_batch)
         for action in step:
-            if action.kind != "W":
-                to = action.stage + (1 if action.kind == "F" else -1)
-                handed_on = runs[action.stage].hand_on(action.kind, action.micro_batch)
-                if handed_on:
-                    runs[to].values[action.micro_batch].update(handed_on)
+            handed_on = every[action.stage].hand_on(action.kind, action.micro_batch)
+            if handed_on:
+                to = every[action.stage + (1 if action.kind == "F" else -1)]
+                to.values[action.micro_batch].update(handed_on)
     found: dict[str, Any] = {}
-    for one in runs:
+    for one in every:
         for name, value in one.end().items():
             found[name] = combine("sum", found[name], value) if name in found else value
-    return found
+    phases = program.phases
+    return [found[name] for name in phases.results], [found[name] for name in phases.gradients]

@@ -6,6 +6,7 @@ layer's number is a wildcard where all layers of the pattern agree, so a plan fo
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -161,4 +162,13 @@ def shrink(plan: Plan) -> Plan:
     if degrees == plan.degrees:
         return plan
     device = Cluster.from_dict(plan.cluster).device
-    return replace(plan, degrees=degrees, cluster=Cluster(device, 1, math.prod(degrees.values())).to_dict())
+    cluster = Cluster(device, 1, math.prod(degrees.values())).to_dict()
+    return replace(plan, degrees=degrees, cluster=cluster, stages=_joined(plan, degrees["pp"]))
+
+
+def _joined(plan: Plan, pp: int) -> tuple[tuple[str, ...], ...]:
+    """The plan's stages as those of ``pp`` ranks, as many a rank as before."""
+    before = len(plan.stages)
+    count = before // plan.degrees["pp"] * pp
+    edges = [before * i // count for i in range(count + 1)]
+    return tuple(sum(plan.stages[a:b], ()) for a, b in itertools.pairwise(edges))

@@ -6,15 +6,26 @@ parameters. A stage is some units in a row.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
 from autopar.capture.graph import Captured
+from autopar.cluster import Cluster
 from autopar.errors import HintError
-from autopar.hints import nearest_names
+from autopar.hints import Hints, nearest_names
+from autopar.schedule import SCHEDULES, check_stages
+from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operators
+from autopar.sharding.rule import REPLICATE
+from autopar.solver.costs import Prices, local_work
+from autopar.solver.space import DATA_AXIS
+
+#: Stages a rank of schedules that leave it open.
+CHUNKS = 2
 
 #: Units by stage, by module path.
 Stages = tuple[tuple[str, ...], ...]
@@ -85,13 +96,13 @@ def balanced(costs: Mapping[str, float], count: int) -> Stages:
     for row in reversed(best):
         cuts.append(row[cuts[-1]][2])
     cuts.reverse()
-    return tuple(tuple(names[a:b]) for a, b in zip(cuts, cuts[1:], strict=False))
+    return tuple(tuple(names[a:b]) for a, b in itertools.pairwise(cuts))
 
 
 def hinted(row: Sequence[str], given: Mapping[str, int]) -> Stages:
-    """The stages that the hint ``stages`` gives: module pattern -> stage. A unit that no pattern names goes to the stage
-    of the unit before it, the first ones to stage 0. HintError for a pattern that matches no unit, a unit that two
-    patterns give to different stages, stages that go back, and a stage without units."""
+    """The stages that the hint ``stages`` gives: module pattern -> stage. A unit that no pattern names goes to the
+    stage of the unit before it, the first ones to stage 0. HintError for a pattern that matches no unit, a unit that
+    two patterns give to different stages, stages that go back, and a stage without units."""
     of_unit: dict[str, tuple[int, str]] = {}
     for pattern, stage in given.items():
         expression = re.compile(".+".join(map(re.escape, pattern.split("*"))))
@@ -124,3 +135,37 @@ def hinted(row: Sequence[str], given: Mapping[str, int]) -> Stages:
 
 def _bad(what: str, expected: str, found: str, change: str) -> HintError:
     return HintError(what, expected=expected, found=found, change=change)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A degree, a schedule and the modules of every stage."""
+
+    pp: int
+    schedule: str
+    stages: Stages
+
+
+def make_pipeline(captured: Captured, operators: Operators, cluster: Cluster, hints: Hints) -> Pipeline | None:
+    """The pipeline that the hints ask for, its stages balanced by the seconds of their operators unless hinted; None
+    without. HintError if the model cannot be cut so."""
+    pp = hints.pp or 1
+    if pp == 1:
+        return None
+    schedule = hints.schedule or "1f1b"
+    row = units(captured, operators)
+    if hints.stages is not None:
+        stages = hinted(row, hints.stages)
+        check_stages(schedule, pp, len(stages))
+        return Pipeline(pp, schedule, stages)
+    count = pp * (SCHEDULES[schedule] or CHUNKS)
+    return Pipeline(pp, schedule, balanced(costs(captured, operators, cluster), count))
+
+
+def costs(captured: Captured, operators: Operators, cluster: Cluster) -> dict[str, float]:
+    """Seconds of every unit on one device."""
+    mesh = Mesh(((DATA_AXIS, 1),))
+    work = [local_work(op, operators, mesh, (REPLICATE,)) for op in operators]
+    seconds = Prices(cluster, mesh).work_seconds(work)
+    by_node = {op.node: float(s) for op, s in zip(operators, seconds, strict=True)}
+    return unit_seconds(captured, operators, by_node)

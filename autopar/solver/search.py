@@ -13,17 +13,20 @@ from torch import nn
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.errors import HintError, InfeasibleError
+from autopar.garbage import collecting_later
 from autopar.hints import Hints, check_hints, check_recompute
 from autopar.plan import Alternative, ParameterPlan, Plan
 from autopar.report.describe import describe_layers, describe_replicated
 from autopar.report.units import bytes_text
+from autopar.schedule import check_schedule, runs
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operators
 from autopar.sharding.recompute import forward_blocks
 from autopar.solver.carry import hint_pins, operator_choices
+from autopar.solver.pipeline import Pipeline, make_pipeline, units
 from autopar.solver.program import solve
 from autopar.solver.space import Pins
-from autopar.solver.spmd import Solved, account, make_program, read, solve_mesh
+from autopar.solver.spmd import Solved, account, make_program, read
 from autopar.workload import Workload
 
 #: What `Plan.gap` is a bound over.
@@ -33,15 +36,21 @@ GAP_SPACE = (
 )
 
 
+#: Micro-batches a rank of a pipeline, where the hints leave it open: the bubble of 1F1B is then a fifth of a step.
+FILLING = 4
+
+
 @dataclass(frozen=True)
 class _Task:
-    """What every candidate is solved for; ``recompute`` is what all of them make again."""
+    """What every candidate is solved for; ``recompute`` is what all of them make again, ``pipeline`` the one of which
+    they are a stage."""
 
     captured: Captured
     operators: Operators
     cluster: Cluster
     workload: Workload
     recompute: str = "none"
+    pipeline: Pipeline | None = None
 
     def solve(self, mesh: Mesh, pins: Pins, budget: float) -> Solved | None:
         """The fastest assignment on ``mesh`` that keeps at most ``budget`` bytes a device, or None.
@@ -50,11 +59,18 @@ class _Task:
         higher, the program's budget is lowered by the difference and it is solved again.
         """
         limit, optimizer = budget, self.workload.optimizer
+        space, program = make_program(
+            self.captured, self.operators, mesh, self.cluster, optimizer, pins, budget, self.recompute
+        )
         while True:
-            solved = solve_mesh(
-                self.captured, self.operators, mesh, self.cluster, optimizer, pins, limit, self.recompute
+            solution = solve(replace(program, budget=limit))
+            if solution is None:
+                return None
+            assignment = space.assignment(solution.options)
+            solved = account(
+                self.captured, self.operators, assignment, self.cluster, optimizer, solution, self.recompute
             )
-            if solved is None or solved.peak_memory <= budget:
+            if solved.peak_memory <= budget:
                 return solved
             limit -= solved.peak_memory - budget
 
@@ -84,8 +100,10 @@ def structure_hash(names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> s
 
 
 def meshes(world_size: int, hints: Hints) -> list[Mesh]:
-    """Every mesh dp x tp of ``world_size`` ranks that the hints allow, tp innermost."""
+    """Every mesh dp x tp that the hints allow for a pipeline stage, or without a pipeline for all of ``world_size``
+    ranks, tp innermost."""
     found = []
+    world_size //= hints.pp or 1
     for tp in range(1, world_size + 1):
         dp = world_size // tp
         if dp * tp == world_size and hints.tp in (None, tp) and hints.dp in (None, dp):
@@ -93,12 +111,22 @@ def meshes(world_size: int, hints: Hints) -> list[Mesh]:
     return found
 
 
-def micro_batches(mesh: Mesh, hints: Hints, batch: int) -> int:
-    """Into how many micro-batches the hints cut a global ``batch`` on ``mesh``; 0 if it does not divide."""
+def micro_batches(mesh: Mesh, hints: Hints, batch: int, pipeline: Pipeline | None = None) -> int:
+    """Into how many micro-batches the hints cut a global ``batch`` on ``mesh``; 0 if it does not divide. Not hinted, a
+    ``pipeline`` has at least `FILLING` times as many as ranks if there are so many samples, else one for each."""
+    if hints.micro_batch_size is None and pipeline is not None:
+        return _filling(pipeline, batch // mesh.degree("dp"))
     if hints.micro_batch_size is None:
         return 1
     count, rest = divmod(batch, mesh.degree("dp") * hints.micro_batch_size)
     return 0 if rest else count
+
+
+def _filling(pipeline: Pipeline, samples: int) -> int:
+    """A number of micro-batches of a rank's ``samples`` that fills a pipeline, of those that its schedule can run."""
+    counts = [n for n in range(1, samples + 1) if samples % n == 0]
+    able = [n for n in counts if runs(pipeline.schedule, pipeline.pp, len(pipeline.stages), n)] or counts
+    return next((n for n in able if n >= FILLING * pipeline.pp), able[-1] if able else 1)
 
 
 def _check_micro_batches(hints: Hints, batch: int, found: list[Mesh]) -> None:
@@ -113,17 +141,21 @@ def _check_micro_batches(hints: Hints, batch: int, found: list[Mesh]) -> None:
         )
 
 
+@collecting_later()
 def search(model: nn.Module, captured: Captured, cluster: Cluster, workload: Workload, hints: Hints) -> Plan:
     """The fastest plan that fits. Raises HintError and InfeasibleError."""
     shapes = {name: p.spec.shape for p in captured.parameters for name in (p.name, *p.aliases)}
     check_hints(hints, cluster.size, shapes)
-    task = _Task(captured, read(captured), cluster, workload, hints.recompute or "none")
+    operators = read(captured)
+    pipeline = make_pipeline(captured, operators, cluster, hints)
+    task = _Task(captured, operators, cluster, workload, hints.recompute or "none", pipeline)
     check_recompute(task.recompute, len(forward_blocks(task.operators)))
     pins = hint_pins(captured, hints)
     budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
     batch = workload.global_batch or 1
     _check_micro_batches(hints, batch, meshes(cluster.size, hints))
-    candidates = [(mesh, count) for mesh in meshes(cluster.size, hints) if (count := micro_batches(mesh, hints, batch))]
+    counted = [(mesh, micro_batches(mesh, hints, batch, pipeline)) for mesh in meshes(cluster.size, hints)]
+    candidates = _able(pipeline, [(mesh, count) for mesh, count in counted if count])
     solved: list[tuple[Mesh, Solved | None]] = [
         (mesh, task.solve(mesh, replace(pins, micro_batches=count), budget)) for mesh, count in candidates
     ]
@@ -139,6 +171,17 @@ def search(model: nn.Module, captured: Captured, cluster: Cluster, workload: Wor
     alternatives += [a for m, s in solved if s is None and (a := _unfit(task, m, pins, budget)) is not None]
     bound = min(s.bound for s in fitting)
     return _plan(model, task, hints, best, tuple(sorted(alternatives, key=lambda a: a.step_time)), bound)
+
+
+def _able(pipeline: Pipeline | None, candidates: list[tuple[Mesh, int]]) -> list[tuple[Mesh, int]]:
+    """The candidates with a number of micro-batches that the schedule can run. HintError if there is none."""
+    if pipeline is None:
+        return candidates
+    schedule, pp, count = pipeline.schedule, pipeline.pp, len(pipeline.stages)
+    able = [(mesh, m) for mesh, m in candidates if runs(schedule, pp, count, m)]
+    if not able and candidates:
+        check_schedule(schedule, pp, count, candidates[0][1])
+    return able
 
 
 def _alternative(best: Solved, other: Solved, budget: float) -> Alternative:
@@ -208,20 +251,20 @@ def _no_plan(task: _Task, hints: Hints, pins: Pins, budget: float) -> HintError 
 def _plan(
     model: nn.Module, task: _Task, hints: Hints, best: Solved, alternatives: tuple[Alternative, ...], bound: float
 ) -> Plan:
-    degrees = dict(best.mesh.axes)
     batch = task.workload.global_batch or 1
-    count = micro_batches(best.mesh, hints, batch)
+    count = micro_batches(best.mesh, hints, batch, task.pipeline)
     parameters = {
         p.name: ParameterPlan(p.spec.shape, best.assignment.sources[p.placeholder]) for p in task.captured.parameters
     }
     return Plan(
         model=type(model).__name__,
         structure=structure_hash((name, p.shape) for name, p in parameters.items()),
-        degrees=degrees,
+        degrees={"pp": hints.pp or 1, **dict(best.mesh.axes)},
         zero=best.zero,
-        micro_batch_size=max(1, batch // degrees["dp"] // count),
+        micro_batch_size=max(1, batch // best.mesh.degree("dp") // count),
         num_micro_batches=count,
-        schedule=None,
+        schedule=task.pipeline.schedule if task.pipeline else None,
+        stages=task.pipeline.stages if task.pipeline else (units(task.captured, task.operators),),
         recompute=task.recompute,
         step_time=best.step_time,
         breakdown=best.breakdown,
