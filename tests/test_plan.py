@@ -25,11 +25,11 @@ def test_what_a_plan_answers() -> None:
     assert plan.world_size == 8
     assert plan.mesh == Mesh((("dp", 4), ("tp", 2)))
     assert plan.layout("model.layers.0.mlp.down_proj.weight") == Layout((("dp",), ("tp",)))
-    assert str(plan) == "Plan of LlamaForCausalLM on 8 ranks: dp=4, tp=2, zero=3, 412 ms a step, 20.5 GiB a device"
+    assert str(plan) == "Plan of LlamaForCausalLM on 8 ranks: pp=1, dp=4, tp=2, zero=3, 412 ms a step, 20.5 GiB a device"
 
 
 def test_tp_is_the_innermost_axis_whatever_the_order_of_the_degrees() -> None:
-    assert sample_plan(degrees={"tp": 2, "dp": 4}).mesh.names == ("dp", "tp")
+    assert sample_plan(degrees={"tp": 2, "dp": 4, "pp": 1}).mesh.names == ("dp", "tp")
 
 
 def test_layout_of_an_unknown_parameter_names_the_nearest() -> None:
@@ -51,8 +51,9 @@ def test_the_file_is_plain_json(tmp_path: Path) -> None:
     sample_plan().save(path)
     data = json.loads(path.read_text())
     assert data["version"] == PLAN_VERSION
-    assert data["degrees"] == {"dp": 4, "tp": 2}
+    assert data["degrees"] == {"pp": 1, "dp": 4, "tp": 2}
     assert data["schedule"] is None
+    assert data["stages"] == [["model.embed_tokens", "model.layers.0", "model.norm"]]
     assert data["parameters"]["model.embed_tokens.weight"] == {
         "shape": [128, 32], "storage": {"dims": [["tp", "dp"], []], "partial": []}}
     assert data["layers"][1] == {"name": "model.layers.*.mlp", "count": 30, "splits": [["batch", "dp"], ["ffn", "tp"]]}
@@ -156,8 +157,11 @@ BAD = {
     "an object that is none": (put("memory", value=[]), r"plan\.memory is malformed[\s\S]*an object"),
     "a record that is none": (put("alternatives", 0, value=7), r"plan\.alternatives\[0\] is malformed[\s\S]*an object"),
     "a pair of three": (put("layers", 0, "splits", 0, value=list("abc")), r"splits\[0\] is malformed[\s\S]*list of 2"),
-    "a schedule": (put("schedule", value="1f1b"), r"plan\.schedule is malformed[\s\S]*null"),
-    "an unknown axis": (put("degrees", "pp", value=2), r"plan\.degrees is malformed"),
+    "a schedule without a pipeline": (put("schedule", value="1f1b"), r"plan\.schedule is malformed[\s\S]*null"),
+    "a pipeline without a schedule": (put("degrees", "pp", value=2), r"plan\.schedule is malformed[\s\S]*1f1b"),
+    "a schedule that is a number": (put("schedule", value=1), r"plan\.schedule is malformed[\s\S]*text"),
+    "stages that are text": (put("stages", value=["model"]), r"plan\.stages\[0\] is malformed[\s\S]*a list"),
+    "an unknown axis": (put("degrees", "cp", value=2), r"plan\.degrees is malformed"),
     "a degree of zero": (put("degrees", "tp", value=0), r"plan\.degrees is malformed"),
     "an unknown kind of ZeRO": (put("zero", value=2), r"plan\.zero is malformed[\s\S]*0 or 3"),
     "a layout over an unknown axis": (put(*EMBEDDING, "storage", "dims", 0, value=["pp"]), STORAGE),

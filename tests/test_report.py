@@ -30,7 +30,7 @@ def test_the_report_has_the_facts() -> None:
 Plan LlamaForCausalLM on h100-sxm:1x8 (8 ranks)
 Workload global_batch 64, seq_len 2048, optimizer adamw
 Hints tp=2
-Degrees dp 4 x tp 2
+Degrees pp 1 x dp 4 x tp 2
 Storage ZeRO 3: parameters, gradients and optimizer state rest split over dp
 Micro-batches 2 of 8 sequences
 Recompute selective
@@ -63,8 +63,8 @@ autopar.attention tp 30 12% 5% nothing divides
 
 Runner-up plans
 degrees storage step time memory why it lost
-dp 8 x tp 1 ZeRO 3 536 ms 40 GiB 1.3x slower: exposed communication
-dp 8 x tp 1 ZeRO 0 300 ms 92 GiB needs 12.9 GiB more than fits""".splitlines()
+pp 1 x dp 8 x tp 1 ZeRO 3 536 ms 40 GiB 1.3x slower: exposed communication
+pp 1 x dp 8 x tp 1 ZeRO 0 300 ms 92 GiB needs 12.9 GiB more than fits""".splitlines()
 
 
 def test_the_report_is_the_same_wherever_it_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from autopar.cluster import Cluster
 from autopar.hints import parse_bytes
 from autopar.report.units import bytes_text, seconds_text, share_text
+from autopar.schedule import stage_ranks
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
@@ -30,6 +31,7 @@ def text_report(plan: Plan) -> str:
     """What was chosen, what it costs and what came second, `WIDTH` columns wide, in plain text without colours."""
     sections = [
         ("", _summary(plan)),
+        *([("Pipeline stages", _stages(plan))] if plan.schedule is not None else []),
         ("What is split", _layers(plan)),
         ("Memory a device", _memory(plan)),
         ("Collectives of one step, a rank", _collectives(plan)),
@@ -77,6 +79,9 @@ def _summary(plan: Plan) -> Table:
         if plan.hints:
             yield "Hints", ", ".join(f"{name}={json.dumps(value)}" for name, value in plan.hints.items())
         yield "Degrees", " x ".join(f"{axis} {degree}" for axis, degree in plan.degrees.items())
+        if plan.schedule is not None:
+            chunks = len(plan.stages) // plan.degrees["pp"]
+            yield "Pipeline", f"{len(plan.stages)} stages, {chunks} a rank of pp, by the schedule {plan.schedule}"
         yield "Storage", _ZERO[plan.zero]
         yield "Micro-batches", f"{plan.num_micro_batches} of {plan.micro_batch_size} sequences"
         yield "Recompute", plan.recompute
@@ -85,6 +90,17 @@ def _summary(plan: Plan) -> Table:
         yield "Gap", f"at most {share_text(plan.gap)} slower than the best of: {plan.gap_space}"
 
     return _table(rows())
+
+
+def _stages(plan: Plan) -> Table:
+    """One row a stage: where it runs, and its modules from the first to the last."""
+    assert plan.schedule is not None
+    ranks = stage_ranks(plan.schedule, plan.degrees["pp"], len(plan.stages))
+    rows = [
+        (f"stage {s}", f"pp rank {rank}", names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}")
+        for s, (rank, names) in enumerate(zip(ranks, plan.stages, strict=True))
+    ]
+    return _table(rows)
 
 
 def _parts(breakdown: Mapping[str, float]) -> str:

@@ -170,6 +170,7 @@ def search(model: nn.Module, captured: Captured, cluster: Cluster, workload: Wor
     alternatives = [_alternative(best, s, budget) for s in others]
     alternatives += [a for m, s in solved if s is None and (a := _unfit(task, m, pins, budget)) is not None]
     bound = min(s.bound for s in fitting)
+    alternatives = [replace(a, degrees={"pp": hints.pp or 1, **a.degrees}) for a in alternatives]
     return _plan(model, task, hints, best, tuple(sorted(alternatives, key=lambda a: a.step_time)), bound)
 
 
@@ -269,6 +270,7 @@ def _plan(
         step_time=best.step_time,
         breakdown=best.breakdown,
         memory=best.memory,
+        peak=best.memory,
         gap=max(0.0, best.step_time / bound - 1.0) if bound > 0 else 0.0,
         gap_space=GAP_SPACE,
         parameters=parameters,
