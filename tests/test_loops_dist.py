@@ -12,6 +12,7 @@ LOOPS = {
     "gradients held back": ["accumulated", "copies", "held_too_long"],
     "local batches, and ranks that differ": ["local", "differing"],
     "buckets": ["bucketed"],
+    "whole steps": ["stepped", "stepped_locally"],
 }
 
 pytestmark = pytest.mark.dist

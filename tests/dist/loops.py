@@ -7,11 +7,12 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_models import bert, gradients, llama, tokens
+from small_models import bert, gpt2, gradients, llama, tokens
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -20,6 +21,7 @@ from training import assert_close, join, parameters, say, whole
 import autopar
 from autopar import Hints, Workload
 from autopar.errors import AutoparError
+from autopar.ops import counter_dropout
 from autopar.runtime import cache
 
 
@@ -68,6 +70,59 @@ def refused(text: str, act: Callable[[], object]) -> None:
         assert text in str(error), error
     else:
         raise AssertionError(f"expected {text}")
+
+
+def whole_step(model: Any, reference: nn.Module, batch: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    """`train_step` of what a rank passes, against forward and backward of the whole batch."""
+    seed = model.seed.clone()
+    loss = model.train_step(**own)
+    assert loss.shape == () and not loss.requires_grad
+    with counter_dropout(seed):
+        truth = reference(**batch).loss
+    truth.backward()
+    compare(model, reference, (loss, truth))
+
+
+def stepped() -> None:
+    """train_step in micro-batches of one sample a rank, with dropout: steps of SGD, gradients that add up over
+    two calls, a smaller batch, and the plain loop beside it, on the same model."""
+    reference = gpt2(0.1, layers=1)
+    model: Any = autopar.parallelize(
+        copy.deepcopy(reference), hints=replace(forced(), micro_batch_size=1), example_inputs=tokens(8, 8)
+    )
+    assert model.plan.num_micro_batches == 4
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference)]
+    for seed, size in enumerate([8, 8, 6]):
+        batch = tokens(size, 8, seed=seed)
+        whole_step(model, reference, batch, batch)
+        if seed != 1:  # the second step's gradients stay for the third
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_close(parameters(model), parameters(reference), "parameters")
+    batch, draw = tokens(8, 8, seed=3), model.seed.clone()
+    loss = model(**batch).loss
+    with counter_dropout(draw):
+        truth = reference(**batch).loss
+    loss.backward(), truth.backward()
+    compare(model, reference, (loss, truth))
+
+
+def stepped_locally() -> None:
+    """train_step of each rank's own samples, and where it cannot be: inside accumulate, and without a loss."""
+    reference = llama(num_hidden_layers=1)
+    model: Any = autopar.parallelize(
+        copy.deepcopy(reference),
+        hints=replace(forced(), micro_batch_size=2),
+        example_inputs=tokens(8, 8),
+        inputs="local",
+    )
+    batch = tokens(8, 8)
+    rows = slice(model.data_rank * 4, model.data_rank * 4 + 4)
+    whole_step(model, reference, batch, {name: t[rows] for name, t in batch.items()})
+    with model.accumulate():
+        refused("train_step inside of accumulate()", lambda: model.train_step(**batch))
+    refused("train_step needs a model that returns its loss", lambda: model.train_step(input_ids=batch["input_ids"]))
 
 
 def ragged() -> None:
@@ -301,7 +356,8 @@ def padded_as_it_is(model: Any, reference: nn.Module) -> None:
     refused(f"ranks [{last}] passed another batch", lambda: model(**tokens(4, 9 if dist.get_rank() == last else 8)))
 
 
-LOOPS = (ragged, kept, recipe, state, accumulated, copies, held_too_long, local, differing, bucketed)
+LOOPS = (ragged, kept, recipe, state, accumulated, copies, held_too_long, local, differing, bucketed, stepped,
+         stepped_locally)  # fmt: skip
 
 
 def main() -> None:
