@@ -6,9 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+import torch
+
 from autopar.cost_model.hardware import nearest
 from autopar.cost_model.memory import OPTIMIZER_ELEMENTS
 from autopar.errors import WorkloadError
+
+#: What parameters may be used in, and what gradients may be reduced in; the keys are the texts of a workload.
+PARAM_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+REDUCE_DTYPES = {**PARAM_DTYPES, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Mixed precision: parameters and inputs of floating point are used in ``param_dtype`` (None: as they are),
+    gradients summed over micro-batches and ranks in ``reduce_dtype``. Parameters rest in the model's own dtypes."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,15 +32,30 @@ class Workload:
     example inputs or the model's config say. ``optimizer`` is one of adamw, sgd, sgd_momentum, adafactor and none (no
     training state at all). ``pad_to`` are the lengths, in tokens, to which batches of a transformers text model are
     padded before they run, each to the next: one program a bucket instead of one a length; kept as a sorted tuple.
+
+    ``param_dtype`` (bfloat16, float16 or float32) is the dtype in which parameters are gathered and used, while they,
+    their gradients and the optimizer's state rest in the model's own; ``reduce_dtype`` that in which gradients are
+    added up over micro-batches and ranks, float32 with a ``param_dtype``. With neither everything stays in the model's
+    own dtype. float16 wants a ``torch.amp.GradScaler``.
     Raises WorkloadError for a value out of range."""
 
     global_batch: int | None = None
     seq_len: int | None = None
     optimizer: str = "adamw"
     pad_to: Sequence[int] | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
         self._check_buckets()
+        for name, known in (("param_dtype", PARAM_DTYPES), ("reduce_dtype", REDUCE_DTYPES)):
+            if (dtype := getattr(self, name)) is not None and (not isinstance(dtype, str) or dtype not in known):
+                raise WorkloadError(
+                    f"A workload cannot have {name}={dtype!r}.",
+                    expected=f"one of {', '.join(known)}, or None",
+                    found=repr(dtype),
+                    change=nearest(str(dtype), known),
+                )
         for name in ("global_batch", "seq_len"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -57,6 +87,14 @@ class Workload:
                 change="give the lengths to pad to, for instance pad_to=[512, 1024, 2048]",
             )
         object.__setattr__(self, "pad_to", tuple(sorted(set(buckets))))
+
+    @property
+    def precision(self) -> Precision | None:
+        """How numbers are cast; None if everything stays in the model's own dtype."""
+        if self.param_dtype is None and self.reduce_dtype is None:
+            return None
+        param = None if self.param_dtype is None else PARAM_DTYPES[self.param_dtype]
+        return Precision(param, REDUCE_DTYPES[self.reduce_dtype or "float32"])
 
     def to_dict(self) -> dict[str, Any]:
         """A table of plain values that `from_dict` turns into an equal workload."""

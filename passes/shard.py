@@ -55,6 +55,7 @@ class _Emitter:
         self.transfers: list[Transfer] = []
         named = [(p.name, p.placeholder, p.gradient) for p in captured.parameters]
         self.pieces = Pieces(operators, self.mesh, named)
+        self.masters = {p.placeholder: p.spec.dtype for p in captured.parameters if p.master is not None}
         self.memo: dict[tuple[Any, ...], fx.Node] = {}
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -89,8 +90,17 @@ class _Emitter:
             new[node].meta = {"backward": node.meta["backward"], "module": node.meta["module"]}
             if Value(node) in self.pieces.parameters:
                 new[node].meta["parameter"] = self.pieces.parameters[Value(node)]
-            self.nodes[(Value(node), None, self.produced[Value(node)])] = new[node]
+        for node, given in new.items():
+            self.nodes[(Value(node), None, self.produced[Value(node)])] = self._used(node, given)
         return new
+
+    def _used(self, node: fx.Node, placeholder: fx.Node) -> fx.Node:
+        """A placeholder as operators read it: a master parameter is cast before anything moves it."""
+        dtype = self.masters.get(node)
+        if dtype is None:
+            return placeholder
+        self.meta = {"module": node.meta["module"], "block": node.meta["block"], "backward": False, "piece": None}
+        return self.emit(aten._to_copy.default, placeholder, dtype=dtype)
 
     def read(
         self, value: Value, backward: bool, alias: Layout | None, wanted: Layout, output: bool = False

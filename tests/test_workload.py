@@ -17,7 +17,8 @@ def test_the_default_leaves_the_sizes_to_the_model() -> None:
 
 def test_a_workload_comes_back_equal_from_its_table() -> None:
     workload = Workload(global_batch=64, seq_len=2048, optimizer="sgd_momentum")
-    assert workload.to_dict() == {"global_batch": 64, "seq_len": 2048, "optimizer": "sgd_momentum", "pad_to": None}
+    table = {"global_batch": 64, "seq_len": 2048, "optimizer": "sgd_momentum", "pad_to": None}
+    assert workload.to_dict() == {**table, "param_dtype": None, "reduce_dtype": None}
     assert Workload.from_dict(workload.to_dict()) == workload
     assert Workload.from_dict({}) == Workload()
     padded = Workload(pad_to=[256, 128, 256])

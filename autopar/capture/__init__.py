@@ -21,6 +21,7 @@ from autopar._compat import (
     TangentAOTInput,
 )
 from autopar.capture.blocks import label
+from autopar.capture.gradients import cast_gradients
 from autopar.capture.graph import Buffer, Captured, Output, Parameter, spec_of
 from autopar.capture.normalize import aten, normalize, place_before_use, repeat_in_backward
 from autopar.capture.random import refuse_random
@@ -29,6 +30,7 @@ from autopar.capture.replicate import put_copies
 from autopar.capture.trace import SEED, Traced, refuse_empty, trace
 from autopar.errors import CaptureError
 from autopar.garbage import collecting_later
+from autopar.workload import Precision
 
 __all__ = ["Captured", "capture", "refuse_empty"]
 
@@ -43,29 +45,48 @@ def capture(
     *,
     training: bool | None = None,
     whole: bool = False,
+    precision: Precision | None = None,
 ) -> Captured:
     """Trace ``model(*args, **kwargs)`` forward and backward to one graph in normal form.
 
     The model is not changed and its weights are not touched; only shapes and dtypes of the batch matter (meta tensors
     are fine). Of blocks that are alike a few are traced and copied; ``whole`` traces them all, with the same graph as
-    the result. Raises CaptureError, naming module, operator and source line, and InputError for an empty batch.
+    the result. With ``precision`` parameters and inputs of floating point are used in its dtype. Raises CaptureError,
+    naming module, operator and source line, and InputError for an empty batch.
     """
     kwargs = dict(kwargs or {})
     repeats: list[Repeat] = []
+    param_dtype = None if precision is None else precision.param_dtype
     if not whole:
         try:
             traced = trace(
-                model, args, kwargs, training=training, prepare=lambda clone: repeats.extend(mark_repeats(clone))
+                model,
+                args,
+                kwargs,
+                training=training,
+                prepare=lambda clone: repeats.extend(mark_repeats(clone)),
+                param_dtype=param_dtype,
             )
-            return _read(traced, repeats)
+            return _with_masters(_read(traced, repeats, precision), model, precision)
         except (Differs, CaptureError) as error:
             if not repeats:
                 raise
             _log.debug("%s is traced whole: %s", type(model).__name__, error)
-    return _read(trace(model, args, kwargs, training=training), ())
+    traced = trace(model, args, kwargs, training=training, param_dtype=param_dtype)
+    return _with_masters(_read(traced, (), precision), model, precision)
 
 
-def _read(traced: Traced, repeats: Sequence[Repeat]) -> Captured:
+def _with_masters(captured: Captured, model: nn.Module, precision: Precision | None) -> Captured:
+    """Note the dtype in which a parameter rests where that is not the one in which it is used."""
+    if precision is None:
+        return captured
+    own = {p.name: model.get_parameter(p.name).dtype for p in captured.parameters}
+    masters = (None if own[p.name] == p.spec.dtype else own[p.name] for p in captured.parameters)
+    pairs = zip(captured.parameters, masters, strict=True)
+    return replace(captured, parameters=tuple(replace(p, master=master) for p, master in pairs))
+
+
+def _read(traced: Traced, repeats: Sequence[Repeat], precision: Precision | None) -> Captured:
     """The raw graph in normal form, its markers replaced by blocks. Raises Differs and CaptureError."""
     graph = traced.module.graph
     constants = _lift_constants(traced.module)
@@ -83,6 +104,8 @@ def _read(traced: Traced, repeats: Sequence[Repeat]) -> Captured:
     buffers = tuple(held + constants)
     gradients = {p.name: node for p, node in zip(parameters, _gradient_nodes(graph, parameters), strict=True)}
     parameters = tuple(Parameter(p.name, p.aliases, p.spec, p.placeholder, gradients[p.name]) for p in parameters)
+    if precision is not None:
+        parameters = cast_gradients(graph, parameters, precision.reduce_dtype)
     label(graph, [(p.placeholder, p.name) for p in parameters])
     refuse_random(graph)
     repeat_in_backward(graph, {*(p.placeholder for p in parameters), *(b.placeholder for b in buffers)})

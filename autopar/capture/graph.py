@@ -19,13 +19,23 @@ from autopar.sharding.layout import TensorSpec
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the model; tied ones are one, under the first name. ``gradient`` is None if it gets none."""
+    """A parameter of the model; tied ones are one, under the first name. ``gradient`` is None if it gets none.
+
+    ``master`` is the dtype in which it rests where that is another than ``spec``'s, in which it is used; its gradient
+    is then cast for the reduction, the last thing in the graph that happens to it.
+    """
 
     name: str
     aliases: tuple[str, ...]
     spec: TensorSpec
     placeholder: fx.Node
     gradient: fx.Node | None
+    master: torch.dtype | None = None
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """The dtype in which the parameter, its gradient and its optimizer state rest."""
+        return self.master or self.spec.dtype
 
 
 @dataclass(frozen=True)

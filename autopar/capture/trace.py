@@ -18,7 +18,7 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
 
 from autopar import ops
-from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling, pytree
+from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling, fake_like, pytree
 from autopar.capture import hf
 from autopar.capture.decompositions import decomposition_table
 from autopar.capture.layers import SplittableLayers
@@ -98,18 +98,21 @@ class Traced:
     prefix: str = field(default="model.")
 
 
-def _fake_memo(model: nn.Module, mode: Any) -> dict[int, Tensor]:
-    """One fake tensor for every tensor that the model holds, keyed by id, as deepcopy's memo takes them."""
+def compute_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a parameter or an input is used: ``dtype`` for floating point ones, if it is given."""
+    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+
+
+def _fake_memo(model: nn.Module, mode: Any, param_dtype: torch.dtype | None) -> dict[int, Tensor]:
+    """One fake tensor for every tensor that the model holds, keyed by id, as deepcopy's memo takes them; parameters in
+    ``param_dtype``."""
     memo: dict[int, Tensor] = {}
 
     def add(tensor: Tensor) -> None:
         if id(tensor) in memo:
             return
-        with mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        memo[id(tensor)] = (
-            nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-        )
+        dtype = compute_dtype(tensor, param_dtype) if isinstance(tensor, nn.Parameter) else tensor.dtype
+        memo[id(tensor)] = fake_like(tensor, dtype, mode)
 
     for module in model.modules():
         for value in (*module._parameters.values(), *module._buffers.values()):
@@ -123,9 +126,9 @@ def _fake_memo(model: nn.Module, mode: Any) -> dict[int, Tensor]:
     return memo
 
 
-def _clone(model: nn.Module, mode: Any) -> nn.Module:
+def _clone(model: nn.Module, mode: Any, param_dtype: torch.dtype | None) -> nn.Module:
     try:
-        return copy.deepcopy(model, _fake_memo(model, mode))
+        return copy.deepcopy(model, _fake_memo(model, mode, param_dtype))
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} cannot be copied for tracing",
@@ -229,14 +232,16 @@ def trace(
     *,
     training: bool | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
+    param_dtype: torch.dtype | None = None,
 ) -> Traced:
     """Trace ``model(*args, **kwargs)`` with its backward.
 
     Only the shapes and dtypes of the tensors in ``args`` and ``kwargs`` matter (meta tensors are fine). ``training``
-    defaults to the model's own mode; ``prepare`` may change the copy that is traced. Raises CaptureError, InputError.
+    defaults to the model's own mode; ``prepare`` may change the copy that is traced. ``param_dtype`` takes the place of
+    the floating point dtypes of parameters and inputs. Raises CaptureError, InputError.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=False)
-    clone = _clone(model, mode)
+    clone = _clone(model, mode, param_dtype)
     is_hf = hf.is_transformers_model(model)
     if is_hf:
         hf.prepare(clone)
@@ -249,7 +254,8 @@ def trace(
     leaves, spec = pytree.tree_flatten((args, kwargs))
     refuse_empty(leaf for leaf in leaves if isinstance(leaf, Tensor))
     with mode:
-        fakes = [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        fakes = [torch.empty(t.shape, dtype=compute_dtype(t, param_dtype), device="cpu") for t in tensors]
         seed = torch.empty(2, dtype=torch.int64)
     constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
     flat = _Flat(clone, spec, constants, seed)

@@ -244,11 +244,10 @@ class _Simulation(Generic[T]):
         trained = [p for p in self.special.captured.parameters if p.gradient is not None]
         whole = {}
         for i, p in enumerate(trained):
-            whole[p.name] = _assemble(
-                [g[i] for g in local], self.special.assignment.sources[p.placeholder], self.mesh, p.spec.shape
-            )
+            pieces = [g[i].to(p.storage_dtype) for g in local]
+            whole[p.name] = _assemble(pieces, self.special.assignment.sources[p.placeholder], self.mesh, p.spec.shape)
             for r in self.ranks:
-                self.pieces[r][p.name].grad = local[r][i].to(p.storage_dtype)
+                self.pieces[r][p.name].grad = pieces[r]
         for optimizer in self.optimizers:
             optimizer.step()
         return whole

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar._compat import pytree
-from autopar.runtime.program import Emitted
+from autopar.runtime.program import Emitted, StepProgram
 from autopar.runtime.reference import Batch, Run, redrawn, run_eager, run_exact, run_sharded
 from autopar.runtime.simulate import Traffic
 from autopar.sharding.layout import MICRO_BATCH
@@ -35,6 +35,9 @@ DRAWS = (1, 2, 4, 8, 16, 32, 64)
 HOPELESS = 100.0
 #: Share of the RMS gradient under which an element's AdamW step is noise: it divides a gradient by its own size.
 ADAM_FLOOR = 1e-3
+#: The error of an element of a gradient, in units in the last place of the RMS gradient, that turns its sign often
+#: enough to hide what AdamW makes of it: a ReLU that flips in bf16 changes a gradient by some tenths of the RMS.
+GRADIENT_ERROR = 64
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,9 @@ def tensor_errors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> d
     return errors
 
 
-def _errors(found: Run, truth: Run, optimizer: str) -> dict[str, float]:
-    """Errors of results, gradients, final parameters and buffers, named by kind."""
+def _errors(found: Run, truth: Run, optimizer: str, dtype: torch.dtype) -> dict[str, float]:
+    """Errors of results, gradients, final parameters and buffers, named by kind; ``dtype`` is the least precise one in
+    which the runs compute."""
     errors: dict[str, float] = {}
     for step, (a, b) in enumerate(zip(found.results, truth.results, strict=True)):
         errors |= {
@@ -95,7 +99,7 @@ def _errors(found: Run, truth: Run, optimizer: str) -> dict[str, float]:
     for step, (ga, gb) in enumerate(zip(found.gradients, truth.gradients, strict=True)):
         errors |= {f"gradient of {n} in step {step}": e for n, e in tensor_errors(ga, gb).items()}
     kept = {
-        n: _above_floor(n, truth) if optimizer == "adamw" else torch.ones_like(p, dtype=torch.bool)
+        n: _above_floor(n, truth, max(ADAM_FLOOR, GRADIENT_ERROR * torch.finfo(dtype).eps)) if optimizer == "adamw" else torch.ones_like(p, dtype=torch.bool)
         for n, p in truth.parameters.items()
     }
     pa = {n: torch.where(kept[n], found.parameters[n], 0) for n in kept if n in found.parameters}
@@ -105,13 +109,13 @@ def _errors(found: Run, truth: Run, optimizer: str) -> dict[str, float]:
     return errors | {f"parameter {n} {after}": e for n, e in tensor_errors(pa, pb).items()}
 
 
-def _above_floor(name: str, truth: Run) -> Tensor:
-    """Elements whose gradient was above AdamW's noise floor in every step."""
+def _above_floor(name: str, truth: Run, floor: float) -> Tensor:
+    """Elements whose gradient was above ``floor`` times the RMS of all gradients in every step."""
     kept = torch.ones_like(truth.parameters[name], dtype=torch.bool)
     for gradients in truth.gradients:
         if name in gradients:
             every = torch.cat([g.flatten().double() for g in gradients.values()])
-            kept &= gradients[name].abs() > ADAM_FLOOR * float(every.square().mean().sqrt())
+            kept &= gradients[name].abs() > floor * float(every.square().mean().sqrt())
     return kept
 
 
@@ -127,7 +131,7 @@ class _Noise:
 
     def _add(self, sharded: Run, eager: Run, exact: Run) -> None:
         for squares, run in zip(self.squares, (sharded, eager), strict=True):
-            for name, error in _errors(run, exact, self.batch.optimizer).items():
+            for name, error in _errors(run, exact, self.batch.optimizer, _least_precise(self.special)).items():
                 squares[name] += error * error
         self.draws += 1
 
@@ -169,7 +173,7 @@ def compare(
     eager = run_eager(model, special, batch)
     sharded, traffic = run_sharded(model, special, batch)
     dtype = _least_precise(special)
-    errors = _errors(sharded, eager, optimizer)
+    errors = _errors(sharded, eager, optimizer, dtype)
     allowed = dict.fromkeys(errors, BOUNDS.get(dtype, 0.0))
     unresolved = {n for n, e in errors.items() if not e <= allowed[n]} if dtype in BOUNDS else set(errors)
     if unresolved and dtype != torch.float64:
@@ -193,7 +197,7 @@ def compare(
         loss,
         traffic.flops / flops if flops else 1.0,
         traffic,
-        special.assignment.mesh.without(MICRO_BATCH).size,
+        special.assignment.mesh.without(MICRO_BATCH).size * (special.pp if isinstance(special, StepProgram) else 1),
         notes,
     )
 

@@ -9,7 +9,7 @@ all-reduced (in the order in which the backward makes them, a bucket closed once
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -70,11 +70,23 @@ class Pieces:
         self._place = {node: i for i, node in enumerate(self.operators.by_node)}
         self.parameters = {Value(placeholder): name for name, placeholder, _ in self.named}
         self.gradients = {value_of(gradient): name for name, _, gradient in self.named if gradient is not None}
+        self._earlier = {v: name for gradient, name in self.gradients.items() for v in self._made_of(gradient)}
+
+    def _made_of(self, gradient: Value) -> Iterator[Value]:
+        """The values that become a gradient by views and casts alone: a sum that is reduced before it is rounded."""
+        while (op := self.operators.by_node.get(gradient.node)) is not None:
+            if not op.is_view and op.call.target is not torch.ops.aten._to_copy.default:
+                return
+            gradient = op.operands[0]
+            if len(self.operators.consumers[gradient]) > 1:
+                return
+            yield gradient
 
     def of(self, transfer: Transfer) -> list[Piece | None]:
         """For every step of a redistribution its piece: gathers of a parameter, and reductions of a gradient on its way
         out of the graph. None for all others."""
-        gathers, reduces = transfer.value in self.parameters, transfer.output and transfer.value in self.gradients
+        gathers = transfer.value in self.parameters
+        reduced = self.gradients.get(transfer.value) if transfer.output else self._earlier.get(transfer.value)
         found: list[Piece | None] = []
         depth = 0
         for step in transfer.steps:
@@ -82,8 +94,8 @@ class Pieces:
             name = None
             if gathers and step.kind == "all_gather":
                 name = self.parameters[transfer.value]
-            elif reduces and step.kind in ("all_reduce", "reduce_scatter"):
-                name = self.gradients[transfer.value]
+            elif step.kind in ("all_reduce", "reduce_scatter"):
+                name = reduced
             found.append(self._piece(transfer, step, name, depth) if name is not None and communicates else None)
             depth += communicates
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -175,13 +175,14 @@ def memory_by_option(
         d, chosen = space.of_source[p.placeholder]
         for k, layout in enumerate(chosen):
             local = layout.local_bytes(space.mesh, p.spec) // p.spec.dtype.itemsize
-            memory[d][k] += sum(state_bytes(local, p.spec.dtype, optimizer, p.gradient is not None).values())
-    for value in saved:
+            memory[d][k] += sum(state_bytes(local, p.storage_dtype, optimizer, p.gradient is not None).values())
+    counts = Counter(Value(space.canon.get(value.node, value.node), value.index) for value in saved)
+    for value, count in counts.items():
         op = operators.by_node[value.node]
         d, strategies = space.of_node[value.node]
         for k, strategy in enumerate(strategies):
             out = layouts(op.rule, strategy, space.mesh)[1][value.index]
-            memory[d][k] += out.local_bytes(space.mesh, operators.specs[value])
+            memory[d][k] += count * out.local_bytes(space.mesh, operators.specs[value])
     return memory
 
 

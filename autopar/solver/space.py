@@ -10,20 +10,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import fx
 
-from autopar.capture.blocks import block_path
 from autopar.capture.graph import Captured, Parameter
 from autopar.sharding.assignment import AliasKey, Assignment
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value, splits_batch, value_of
 from autopar.sharding.rule import REPLICATE, Choice, Strategy, layouts, strategies
+from autopar.solver.alike import alike
 from autopar.solver.program import Ints
+
+aten = torch.ops.aten
 
 #: The axis that carries data parallelism: it splits the batch and nothing else (DESIGN section 8).
 DATA_AXIS = "dp"
@@ -111,6 +114,18 @@ def output_values(captured: Captured) -> list[tuple[Value, bool]]:
     return found + [(value_of(p.gradient), True) for p in captured.parameters if p.gradient is not None]
 
 
+def _reduction_casts(captured: Captured, operators: Operators) -> Iterator[fx.Node]:
+    """The casts of gradients to a dtype in which they are to be reduced and that is not the parameter's own."""
+    for p in captured.parameters:
+        node = p.gradient
+        if node is None or node.meta["val"].dtype == p.spec.dtype:
+            continue
+        while node in operators.by_node and operators.by_node[node].is_view:
+            node = node.all_input_nodes[0]
+        if node.target is aten._to_copy.default:
+            yield node
+
+
 class SpaceBuilder:
     """Builds the `Space` of a captured graph; see `build_space`."""
 
@@ -118,18 +133,15 @@ class SpaceBuilder:
         self.captured, self.operators, self.mesh, self.pins = captured, operators, mesh, pins
         self.axes_split_all = axes_split_all
         self.space = Space(mesh)
-        self.canon = self.space.canon
-        self.groups: dict[AliasKey, list[tuple[fx.Node, int]]] = defaultdict(list)
+        self.alike = alike(captured, operators)
+        self.canon = self.space.canon = self.alike.first
         self.offers: dict[tuple[int, int, bool, int], tuple[Layout, ...]] = {}
         self.tuples: dict[int, tuple[Sequence[Layout], tuple[Layout, ...]]] = {}
         self.flows: dict[tuple[int, int, int, int, TensorSpec], int] = defaultdict(int)
         self.parameter_of = {p.placeholder: p for p in captured.parameters}
-        for op in operators:
-            for i, value in enumerate(op.operands):
-                self.groups[AliasKey(value, op.backward, op.block)].append((op.node, i))
+        self.reduced_in = set(_reduction_casts(captured, operators))
 
     def build(self) -> Space:
-        self._tie_blocks()
         self._sources()
         for op in self.operators:
             if op.node not in self.canon:
@@ -137,29 +149,13 @@ class SpaceBuilder:
         for op in self.operators:
             if op.node in self.canon:  # after all others: the backward of the first block of a class comes last
                 self.space.of_node[op.node] = self.space.of_node[self.canon[op.node]]
-        for op in self.operators:
-            self._flows(op)
+        for op, count in self.alike.kinds:
+            self._flows(op, count)
+        for key in self.alike.readers:
+            self._alias(key)
         self._sinks()
         self._count_flows()
         return self.space
-
-    # -- isomorphic blocks ------------------------------------------------------------------------------------------
-
-    def _tie_blocks(self) -> None:
-        """Map every node (and parameter) of a repeated block to its counterpart in the first block of the class."""
-        for block in self.captured.blocks:
-            for path, nodes in zip(block.paths[1:], block.nodes[1:], strict=True):
-                for node, first in zip(nodes, block.nodes[0], strict=True):
-                    self.canon[node] = first
-                    if node not in self.operators.by_node:
-                        continue
-                    pairs = zip(
-                        self.operators.by_node[node].operands, self.operators.by_node[first].operands, strict=True
-                    )
-                    for value, counterpart in pairs:
-                        p = self.parameter_of.get(value.node)
-                        if p is not None and block_path(p.name) == path and counterpart.node in self.parameter_of:
-                            self.canon[value.node] = counterpart.node
 
     # -- what enters ------------------------------------------------------------------------------------------------
 
@@ -360,9 +356,11 @@ class SpaceBuilder:
         if offer is None:
             return None
         d, offered = offer
-        # Only views hand partial sums on unasked. For any other operator it is a choice whether to reduce first, and
-        # whether its other operands can be partial as well is for their producers to say.
-        alone = [s for s in every if op.is_view or all(c.linear is None for c in s)]
+        # Only views hand partial sums on unasked, and the cast of a gradient to the dtype in which it is to be reduced.
+        # For any other operator it is a choice whether to reduce first, and whether its other operands can be partial
+        # as well is for their producers to say.
+        hands_on = op.is_view or op.node in self.reduced_in
+        alone = [s for s in every if hands_on or all(c.linear is None for c in s)]
         by_layout = {layouts(op.rule, s, self.mesh)[0][i]: s for s in alone}
         if len(by_layout) < len(alone) or any(layout not in by_layout for layout in offered):
             return None  # the operand does not say which strategy, or offers something that has none
@@ -370,10 +368,11 @@ class SpaceBuilder:
 
     def _alias(self, key: AliasKey) -> tuple[int, list[Layout]] | None:
         """The shared tensor that the consumers of ``key`` read, if there are several."""
-        if len(self.groups[key]) < 2:
+        readers = self.alike.readers[key]
+        if len(readers) < 2:
             return None
         if key not in self.space.of_alias:
-            node, i = self.groups[key][0]
+            node, i = readers[0]
             first = self.canon.get(node, node)
             if first is not node:
                 value = self.operators.by_node[first].operands[i]
@@ -406,28 +405,31 @@ class SpaceBuilder:
             self.tuples[id(whole)] = (whole, whole)
         return found[1]
 
-    def _flow(self, offer: tuple[int, Sequence[Layout]], want: tuple[int, Sequence[Layout]], spec: TensorSpec) -> None:
-        """Count a flow. Options are told apart by identity, which blocks share: to compare them one by one
-        for every tensor of every block would take longer than all the rest."""
+    def _flow(
+        self, offer: tuple[int, Sequence[Layout]], want: tuple[int, Sequence[Layout]], spec: TensorSpec, count: int = 1
+    ) -> None:
+        """Count a flow that occurs ``count`` times. Options are told apart by identity, which blocks share: to compare
+        them one by one would take longer than all the rest."""
         offered, wanted = self._tuple(offer[1]), self._tuple(want[1])
-        self.flows[offer[0], want[0], id(offered), id(wanted), spec] += 1
+        self.flows[offer[0], want[0], id(offered), id(wanted), spec] += count
 
     def _count_flows(self) -> None:
         for (source, target, offered, wanted, spec), count in self.flows.items():
             self.space.flows[Flow(source, target, self.tuples[offered][1], self.tuples[wanted][1], spec)] += count
 
-    def _flows(self, op: Operator) -> None:
+    def _flows(self, op: Operator, count: int) -> None:
+        """The flows into the operators of a kind."""
         d = self.space.of_node[op.node][0]
         for i, value in enumerate(op.operands):
             key, spec = AliasKey(value, op.backward, op.block), self.operators.specs[value]
             want = (d, self._by_option(op, False, i))
             shared = self._alias(key)
             if shared is None:
-                self._flow(self._produced(value), want, spec)
+                self._flow(self._produced(value), want, spec, count)
                 continue
-            if self.groups[key][0] == (op.node, i):
-                self._flow(self._produced(value), shared, spec)
-            self._flow(shared, want, spec)
+            if self.alike.readers[key][0] == (op.node, i):
+                self._flow(self._produced(value), shared, spec, count)
+            self._flow(shared, want, spec, count)
 
     def _sinks(self) -> None:
         for output, sink in zip(self.captured.outputs, list(self.space.of_sink), strict=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from autopar.capture.blocks import first_of
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
@@ -11,12 +13,12 @@ from autopar.garbage import collecting_later
 from autopar.plan import Collective
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Mesh
-from autopar.sharding.operators import Operators, read_operators
+from autopar.sharding.operators import Operator, Operators, read_operators
 from autopar.sharding.recompute import Kept, kept, made_again
 from autopar.sharding.rule import work_share
 from autopar.solver.collectives import collectives
 from autopar.solver.costs import Prices, local_work, price, state_bytes
-from autopar.solver.program import Program, Solution, solve
+from autopar.solver.program import Floats, Program, Solution, solve
 from autopar.solver.space import DATA_AXIS, Pins, Space, build_space
 
 
@@ -107,10 +109,9 @@ def account(
     prices = Prices(cluster, mesh)
     held = kept(operators, assignment, made_again(operators, recompute))
     calls = [*operators, *(operators.by_node[node] for node in held.operators)]
-    work = [local_work(op, operators, mesh, assignment.strategies[op.node]) for op in calls]
     issued = collectives(captured, operators, assignment, prices, held)
     breakdown = {
-        "compute": float(prices.work_seconds(work).sum()),
+        "compute": float(_seconds(calls, operators, assignment, prices).sum()),
         "exposed communication": sum(c.seconds for c in issued),
         "bubble": 0.0,
     }
@@ -128,6 +129,21 @@ def account(
     )
 
 
+def _seconds(calls: list[Operator], operators: Operators, assignment: Assignment, prices: Prices) -> Floats:
+    """Seconds of every call. Counterparts in equal blocks share their call and their strategy: each is priced once."""
+    work: list[tuple[float, float, torch.dtype]] = []
+    places: dict[tuple[int, int], int] = {}
+    found = []
+    for op in calls:
+        strategy = assignment.strategies[op.node]
+        key = (id(op.call), id(strategy))
+        if key not in places:
+            places[key] = len(work)
+            work.append(local_work(op, operators, assignment.mesh, strategy))
+        found.append(places[key])
+    return prices.work_seconds(work)[found]
+
+
 def _memory(
     captured: Captured, operators: Operators, assignment: Assignment, optimizer: str, held: Kept
 ) -> dict[str, int]:
@@ -135,7 +151,7 @@ def _memory(
     totals: dict[str, float] = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
     for p in captured.parameters:
         local = assignment.sources[p.placeholder].local_bytes(assignment.mesh, p.spec) // p.spec.dtype.itemsize
-        for kind, nbytes in state_bytes(local, p.spec.dtype, optimizer, p.gradient is not None).items():
+        for kind, nbytes in state_bytes(local, p.storage_dtype, optimizer, p.gradient is not None).items():
             totals[kind] += nbytes
     for value, layout in held.saved:
         totals["activations"] += layout.local_bytes(assignment.mesh, operators.specs[value])

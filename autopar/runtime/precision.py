@@ -1,0 +1,27 @@
+"""Mixed precision where programs are run: what goes in and comes out in another dtype, and the same by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from autopar._compat import pytree
+from autopar.capture import batch_tensors
+from autopar.capture.graph import Captured
+
+
+def inputs_as_used(captured: Captured, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors of a batch in the dtypes in which the graph takes them."""
+    return [t.to(node.meta["val"].dtype) for node, t in zip(captured.inputs, tensors, strict=True)]
+
+
+def mixed_call(model: nn.Module, captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """``model(*args, **kwargs)`` as one process computes it by hand: parameters that have masters, and inputs, cast to
+    the dtypes in which they are used. Gradients come back in the masters' dtype."""
+    used = iter(inputs_as_used(captured, batch_tensors(args, kwargs)))
+    args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(used), (args, dict(kwargs)))
+    cast = {p.name: model.get_parameter(p.name).to(p.spec.dtype) for p in captured.parameters if p.master is not None}
+    return functional_call(model, cast, args, kwargs) if cast else model(*args, **kwargs)
