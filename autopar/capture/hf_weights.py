@@ -159,7 +159,8 @@ def quantization(model: nn.Module, config: Mapping[str, Any]) -> str | None:
 
 def names_to_save(model: nn.Module) -> list[str]:
     """The names of a model's state dict that ``save_pretrained`` writes: each tensor once, by its main name."""
-    secondary = set(model.all_tied_weights_keys)
+    whole: Any = model
+    secondary = set(whole.all_tied_weights_keys)
     ignore = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ from autopar.runtime.process import agree
 from autopar.sharding.layout import Layout, Mesh
 
 #: Bytes of parameters that keep their memory at a time, besides the one being written.
-RESIDENT = 64 * 2**20
+RESIDENT = 16 * 2**20
 
 #: In-place operators that overwrite ``self`` without reading it.
 _OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_", "cauchy_",
@@ -122,6 +123,15 @@ class _Pager(TorchDispatchMode):
             self.cutting = False
             slot.storage.resize_(0)
             held -= slot.bytes
+            _trim()
+
+
+def _trim() -> None:
+    """Have the C library return what was freed: it keeps up to 32 MiB blocks, and pieces made between them hold on to
+    the gaps (255 MiB of weights over 4 ranks: a peak of 166 MiB a rank without this, 84 with it)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+    if trim is not None:
+        trim(0)
 
 
 def _key(tensor: Tensor) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -22,11 +23,12 @@ from torch.distributed.tensor import DTensor
 from autopar.capture.hf import is_transformers_model
 from autopar.capture.hf_weights import Group, groups_to_save, names_to_save, save_configs
 from autopar.errors import AutoparError, RuntimeFailure, WeightsError
-from autopar.runtime.process import agree
+from autopar.runtime.parameters import layouts_of
+from autopar.runtime.process import agree, host_group
 from autopar.runtime.weights import INDEX, WEIGHTS
-from autopar.sharding.layout import TensorSpec
+from autopar.sharding.layout import Layout, Mesh, TensorSpec
 
-#: Makes the tensor of a name whole: on the host of the rank that ``writes``, nothing on others. All ranks call it.
+#: Makes the tensor of a name whole, in rank 0's host memory; None on other ranks. All ranks call it.
 Gather = Callable[[str], Tensor | None]
 
 
@@ -43,24 +45,47 @@ class _Part:
         return sum(spec.bytes for spec in self.specs.values())
 
 
-def gathered(model: nn.Module, writes: bool) -> Gather:
-    """What makes the DTensors of ``model`` whole, one at a time; every rank holds it for that time."""
-    state = model.state_dict()
+def gathered(model: nn.Module, storage: Mapping[str, Layout], mesh: Mesh) -> Gather:
+    """What makes the parameters of a tree of DTensors whole on rank 0, one at a time; other ranks only send their
+    pieces. ``storage`` gives layouts by the first name of a parameter."""
+    state, layouts = model.state_dict(keep_vars=True), layouts_of(model, storage)
+    first = {id(p): name for name, p in model.named_parameters()}
 
     def gather(name: str) -> Tensor | None:
         tensor = state[name].detach()
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return whole.cpu() if writes else None
+        if not isinstance(tensor, DTensor):
+            return tensor.cpu() if dist.get_rank() == 0 else None
+        return _collect(tensor.to_local(), tensor.shape, layouts[first[id(state[name])]], mesh)
 
     return gather
 
 
-def save(model: nn.Module, gather: Gather, directory: str | os.PathLike[str], max_file: int, writes: bool) -> None:
-    """Write ``model`` to ``directory`` in files of at most ``max_file`` bytes (a larger tensor has its own), with its
-    config; other files that the directory has stay. All ranks call it, one of them ``writes``, and all return when the
-    directory is complete.
+def _collect(piece: Tensor, shape: torch.Size, layout: Layout, mesh: Mesh) -> Tensor | None:
+    """All pieces of a tensor put together in rank 0's host memory, each sent by the first rank that has it."""
+    rank, group = dist.get_rank(), host_group()
+    owners: dict[tuple[int, ...], int] = {}
+    for other in range(mesh.size):
+        owners.setdefault(layout.starts(mesh, shape, other), other)
+    if rank != 0:
+        if rank in owners.values():
+            dist.send(piece.cpu().contiguous(), 0, group=group)
+        return None
+    whole = torch.empty(shape, dtype=piece.dtype)
+    for owner in owners.values():
+        part = piece.cpu()
+        if owner != 0:
+            part = torch.empty(piece.shape, dtype=piece.dtype)
+            dist.recv(part, owner, group=group)
+        layout.local_slice(mesh, whole, owner).copy_(part)
+    return whole
 
-    Host memory: one file on the rank that writes, one tensor on others. WeightsError, on every rank, for a model that
+
+def save(model: nn.Module, gather: Gather, directory: str | os.PathLike[str], max_file: int) -> None:
+    """Write ``model`` to ``directory`` in files of at most ``max_file`` bytes (a larger tensor has its own), with its
+    config; other files that the directory has stay. All ranks call it, rank 0 writes, and all return when the directory
+    is complete.
+
+    Host memory: one file on rank 0, one piece on others. WeightsError, on every rank, for a model that
     is not of transformers, or if the directory cannot be written.
     """
     if not is_transformers_model(model):
@@ -73,19 +98,25 @@ def save(model: nn.Module, gather: Gather, directory: str | os.PathLike[str], ma
     files = _files(_parts(model), max_file)
     target = Path(os.path.realpath(directory))
     unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    writes = dist.get_rank() == 0
     try:
         _on_writer(writes, unfinished.mkdir, parents=True)
         for name, parts in files.items():
-            tensors = dict(_converted(model, gather, parts, writes))
-            _on_writer(writes, save_file, tensors, unfinished / name, {"format": "pt"})
+            _write_file(model, gather, parts, unfinished / name, writes)
         _on_writer(writes, _complete, model, files, unfinished, target)
     finally:
         if writes:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def _write_file(model: nn.Module, gather: Gather, parts: Sequence[_Part], file: Path, writes: bool) -> None:
+    """Gather and write the tensors of one file, which are let go of on return."""
+    tensors = dict(_converted(model, gather, parts, writes))
+    _on_writer(writes, save_file, tensors, file, {"format": "pt"})
+
+
 def _on_writer(writes: bool, action: Callable[..., object], *args: object, **kwargs: object) -> None:
-    """Do something on the rank that writes, which is rank 0; every rank raises its error."""
+    """Do something on rank 0, which ``writes``; every rank raises its error."""
     error: Exception | None = None
     if writes:
         try:

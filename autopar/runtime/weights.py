@@ -26,7 +26,7 @@ from autopar.runtime.process import host_group
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-#: Bytes that are read at a time where a piece is no whole rows.
+#: Bytes of a file that are mapped into memory at a time.
 CHUNK = 16 * 2**20
 
 _DTYPES = {
@@ -76,28 +76,28 @@ class Directory:
         return Directory(folder, where, specs, config)
 
     def read(self, name: str, region: Region) -> Tensor:
-        """A region of one tensor. Files are opened anew and read without a memory map, so that nothing but the result,
-        and `CHUNK` bytes, takes memory."""
+        """A region of one tensor, in memory of its own.
+
+        Read by so many rows that their memory map, which is closed after each, takes no more than `CHUNK` bytes.
+        """
         spec = self.specs[name]
-        with _opened(self.path / self.files[name]) as handle:
-            source = handle.get_slice(name)
-            if region[1:] == whole(spec.shape)[1:]:
-                box = tuple(slice(a, b) for a, b in region)
-                found: Tensor = source[box] if box else source[...]
-                return found
-            (first, last), rest = region[0], tuple(slice(a, b) for a, b in region[1:])
-            out = torch.empty([b - a for a, b in region], dtype=spec.dtype)
-            rows = max(1, CHUNK * spec.shape[0] // max(spec.bytes, 1))
-            for begin in range(first, last, rows):
-                end = min(begin + rows, last)
-                out[begin - first : end - first] = source[(slice(begin, end), *rest)]
+        out = torch.empty([b - a for a, b in region], dtype=spec.dtype)
+        if not region:
+            with _opened(self.path / self.files[name]) as handle:
+                return out.copy_(handle.get_tensor(name))
+        (first, last), rest = region[0], tuple(slice(a, b) for a, b in region[1:])
+        rows = max(1, CHUNK * spec.shape[0] // max(spec.bytes, 1))
+        for begin in range(first, last, rows):
+            end = min(begin + rows, last)
+            with _opened(self.path / self.files[name]) as handle:
+                out[begin - first : end - first] = handle.get_slice(name)[(slice(begin, end), *rest)]
         return out
 
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     try:
-        with safe_open(file, framework="pt", backend="pread") as handle:
+        with safe_open(file, framework="pt") as handle:
             yield handle
     except (OSError, SafetensorError) as error:
         found = "not found" if not file.exists() else f"{file.stat().st_size} bytes, {error}"
