@@ -45,10 +45,12 @@ model.layers.*.mlp x30 ffn over tp
 lm_head only the tokens
 
 Memory a device
-parameters 2 GiB
-gradients 2 GiB
-optimizer 4 GiB
-activations 12.5 GiB
+at most at the peak
+parameters 2 GiB 2 GiB
+gradients 2 GiB 2 GiB
+optimizer 4 GiB 4 GiB
+activations 12.5 GiB 11.5 GiB
+transients 0 1 GiB
 total 20.5 GiB 26% of the 79.1 GiB of the device
 
 Collectives of one step, a rank

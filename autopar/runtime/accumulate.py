@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autopar.errors import RuntimeFailure
 from autopar.passes.accumulate import Accumulation, accumulation
 from autopar.passes.partition import Program
+from autopar.runtime.release import run_and_release
 
 
 @dataclass
@@ -51,14 +52,14 @@ class Accumulator:
 
     @torch.no_grad()
     def backward(
-        self, program: Program, inputs: Sequence[Tensor], names: Sequence[str], reached: Collection[str]
+        self, program: Program, inputs: list[Tensor], names: Sequence[str], reached: Collection[str]
     ) -> dict[str, Tensor]:
-        """Run a backward. Returns the gradients to hand on now by parameter name, this rank's pieces: none while
-        active, else those of this backward and of all that were held before. ``names`` are those of the program's
-        gradients, ``reached`` those of them that count."""
+        """Run a backward on ``inputs``, which it empties. Returns the gradients to hand on now by parameter name, this
+        rank's pieces: none while active, else those of this backward and of all that were held before. ``names`` are
+        those of the program's gradients, ``reached`` those of them that count."""
         assert program.backward is not None
         if not self.active and not self._sums:
-            gradients = zip(names, program.backward(*inputs), strict=True)
+            gradients = zip(names, run_and_release(program.backward, inputs), strict=True)
             return {name: gradient for name, gradient in gradients if name in reached}
         self._hold(program, inputs, names, reached)
         return {} if self.active else self._release(names)
@@ -84,13 +85,13 @@ class Accumulator:
     def _count(self) -> int:
         return sum(sums.backwards for sums in self._sums.values())
 
-    def _hold(self, program: Program, inputs: Sequence[Tensor], names: Sequence[str], reached: Collection[str]) -> None:
+    def _hold(self, program: Program, inputs: list[Tensor], names: Sequence[str], reached: Collection[str]) -> None:
         self.check()
         if program not in self._cuts:
             assert program.backward is not None
             self._cuts[program] = accumulation(program.backward, self._group)
         cut = self._cuts[program]
-        values = list(cut.backward(*inputs))
+        values = list(run_and_release(cut.backward, inputs))
         if not self._sums:
             self._versions = [p._version for p in self._parameters]
             self._hook = register_optimizer_step_pre_hook(self._refuse)

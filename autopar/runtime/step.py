@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from autopar.passes.phases import Phase, Phases
 from autopar.runtime.program import StepProgram
 
-#: Runs a graph on values in the order of its inputs; returns its outputs.
-Run = Callable[[fx.GraphModule, Sequence[Any]], Sequence[Any]]
+#: Runs a graph on values in the order of its inputs, and may empty the list; returns its outputs.
+Run = Callable[[fx.GraphModule, list[Any]], Sequence[Any]]
 #: Takes two values together by a reduction: "sum", "max" or "min".
 Combine = Callable[[str, Any, Any], Any]
 
@@ -66,7 +66,10 @@ def run_step(
         here.update({name: value for name, value in made.items() if name in left})
         add({name: value for name, value in made.items() if name not in left})
         if phases.backward is not None:
-            add(run_phase(run, phases.backward, here))
+            inputs = [here[name] for name in phases.backward.inputs]
+            here.clear()  # what the forward saved is held by the list alone, which may be emptied as it is used
+            made.clear()
+            add(dict(zip(phases.backward.outputs, run(phases.backward.module, inputs), strict=True)))
     values.update(sums)
     if phases.finish is not None:
         values.update(run_phase(run, phases.finish, values))

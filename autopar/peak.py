@@ -1,0 +1,138 @@
+"""The peak memory of a plan's training step, by the life of every tensor of the program that it stands for.
+
+What rests between steps (parameters, optimizer state) is the plan's own account. To it come, whichever is most: what is
+alive at some moment of the forward, of the backward, or of the optimizer's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar._compat import storage_key
+from autopar.capture.graph import Captured
+from autopar.cluster import Cluster
+from autopar.cost_model.liveness import TRANSIENTS, life
+from autopar.passes.partition import Program
+from autopar.passes.phases import Phase, Phases
+from autopar.plan import Plan
+from autopar.runtime.program import Emitted
+from autopar.sharding.operators import Value
+from autopar.specialize import specialize, specialize_step
+from autopar.workload import Workload
+
+#: Bytes that are alive at one moment, by kind.
+Moment = dict[str, int]
+
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
+
+
+def with_peak(
+    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], captured: Captured
+) -> Plan:
+    """``plan`` with ``peak`` as its program on the batch that was ``captured`` has it. A pipeline's is left alone."""
+    if plan.schedule is not None:
+        return plan
+    moments = [_optimizer_moment(plan, captured)]
+    if plan.num_micro_batches > 1:
+        step = specialize_step(model, plan, args, kwargs, captured=captured)
+        moments += _of_phases(step.phases, _given(step))
+    else:
+        special = specialize(model, plan, args, kwargs, captured=captured)
+        moments += _of_program(special.loss_only(), _given(special))
+    resting = {kind: n for kind, n in plan.memory.items() if kind not in (ACTIVATIONS, GRADIENTS)}
+    most = max(moments, key=lambda moment: sum(moment.values()))
+    kinds = dict.fromkeys((*plan.memory, TRANSIENTS))
+    return replace(plan, peak={kind: resting.get(kind, most.get(kind, 0)) for kind in kinds})
+
+
+def _given(emitted: Emitted) -> dict[str, Tensor]:
+    """What enters a rank's program, on the meta device, by name."""
+    mesh = emitted.assignment.mesh
+    given = {emitted.sharded.coordinates.name: torch.empty(len(mesh.axes), dtype=torch.int64, device="meta")}
+    for node, new in emitted.sharded.inputs.items():
+        spec = emitted.operators.specs[Value(node)]
+        shape = emitted.assignment.sources[node].local_shape(mesh, spec.shape)
+        given[new.name] = torch.empty(shape, dtype=spec.dtype, device="meta")
+    return given
+
+
+def _leaving(module: fx.GraphModule, names: Sequence[str], saved: Collection[str]) -> dict[str, str]:
+    """The kind of what a graph returns under ``names``: saved for the backward, or on its way to a gradient."""
+    nodes = module.graph.output_node().args[0]
+    assert isinstance(nodes, tuple)
+    pairs = zip(nodes, names, strict=True)
+    return {n.name: ACTIVATIONS if name in saved else GRADIENTS for n, name in pairs if isinstance(n, fx.Node)}
+
+
+def _of_program(program: Program, given: Mapping[str, Tensor]) -> Iterator[Moment]:
+    """The fullest moments of a forward and its backward."""
+    forward = life(program.forward.graph, given, {}, dict.fromkeys(program.saved, ACTIVATIONS))
+    yield forward.peak
+    if program.backward is not None:
+        saved = dict(zip(program.saved, forward.outputs[program.num_results :], strict=True))
+        returned = program.backward.graph.output_node().args[0]
+        assert isinstance(returned, tuple)
+        leaving = _leaving(program.backward, [""] * len(returned), ())
+        yield life(program.backward.graph, {**given, **saved}, dict.fromkeys(saved, ACTIVATIONS), leaving).peak
+
+
+@dataclass
+class _Step:
+    """Walks through the phases of a step over micro-batches, as `runtime.step.run_step` runs them. ``resting`` is what
+    phases before have left, ``sums`` are the bytes of what micro-batches add up."""
+
+    values: dict[str, Any]
+    saved: frozenset[str]
+    resting: int = 0
+    sums: int = 0
+
+    def run(self, phase: Phase | None, entering: Collection[str] = ()) -> Iterator[Moment]:
+        """The fullest moment of one phase."""
+        if phase is None:
+            return
+        leaving = _leaving(phase.module, phase.outputs, self.saved)
+        found = life(phase.module.graph, self.values, dict.fromkeys(entering, ACTIVATIONS), leaving)
+        self.values.update(zip(phase.outputs, found.outputs, strict=True))
+        yield _sum(found.peak, {TRANSIENTS: self.resting, GRADIENTS: self.sums})
+
+    def left(self, *phases: Phase | None) -> int:
+        """The bytes of what phases return and the backward does not take."""
+        names = [name for phase in phases if phase is not None for name in phase.outputs if name not in self.saved]
+        tensors = [self.values[name] for name in names if isinstance(self.values[name], Tensor)]
+        return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _of_phases(phases: Phases, given: Mapping[str, Tensor]) -> Iterator[Moment]:
+    """The fullest moments of a step over more than one micro-batch; from the second on all are alike."""
+    step = _Step(dict(given), frozenset(phases.backward.inputs if phases.backward else ()))
+    yield from step.run(phases.prologue)
+    yield from step.run(phases.once)
+    step.resting = step.left(phases.once)
+    saved = [name for name in phases.forward.outputs if name in step.saved]
+    for _ in range(2):
+        yield from step.run(phases.forward)
+        yield from step.run(phases.backward, saved)
+        step.sums = step.left(phases.forward, phases.backward)
+    yield {TRANSIENTS: step.resting, GRADIENTS: 2 * step.sums}  # while sums and what is added to them are both there
+    yield from step.run(phases.finish)
+
+
+def _sum(first: Moment, second: Moment) -> Moment:
+    return {kind: first.get(kind, 0) + second.get(kind, 0) for kind in (*first, *second)}
+
+
+def _optimizer_moment(plan: Plan, captured: Captured) -> Moment:
+    """The optimizer's step. torch.optim.AdamW computes the root of the second moment and what it is divided by beside
+    the state (torch/optim/adam.py): of all parameters at once on GPUs (foreach), of one after the other on CPUs."""
+    moment = {GRADIENTS: plan.memory.get(GRADIENTS, 0)}
+    if Workload.from_dict(plan.workload).optimizer != "adamw" or not moment[GRADIENTS]:
+        return moment
+    trained = [p for p in captured.parameters if p.gradient is not None]
+    nbytes = [plan.parameters[p.name].storage.local_bytes(plan.mesh, p.spec) for p in trained]
+    one_by_one = Cluster.from_dict(plan.cluster).device.name == "cpu"
+    return {**moment, TRANSIENTS: 2 * max(nbytes) if one_by_one else sum(nbytes)}

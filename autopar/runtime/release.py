@@ -1,0 +1,29 @@
+"""Runs an emitted graph without holding on to what it is given.
+
+A call of a Python function keeps its arguments alive until it returns. What the forward saved would then stay until the
+whole backward is done, on top of all gradients. Here the inputs come in a list that the graph empties, and each of them
+is gone after its last use, as in eager PyTorch.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+from autopar._compat import BoxedCodeGen
+
+_boxed: weakref.WeakKeyDictionary[fx.GraphModule, Callable[[list[Any]], Any]] = weakref.WeakKeyDictionary()
+
+
+def run_and_release(module: fx.GraphModule, inputs: list[Any]) -> Any:
+    """``module(*inputs)``; ``inputs`` is empty afterwards. ``module`` must not change after its first run."""
+    if module not in _boxed:
+        graph = copy.deepcopy(module.graph)
+        graph.set_codegen(BoxedCodeGen())
+        boxed = fx.GraphModule(nn.Module(), graph, class_name=type(module).__name__)
+        _boxed[module] = boxed.forward  # no hooks of a module: it is none of the user's
+    return _boxed[module](inputs)

@@ -1,0 +1,124 @@
+"""The peak that a plan predicts: the life of tensors in a graph, and PyTorch's own tracker on real steps."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dist.small_models import llama, tokens
+from torch import fx
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import autopar
+from autopar import Hints
+from autopar.cost_model.liveness import life
+from autopar.errors import InfeasibleError
+
+aten = torch.ops.aten
+BOUND = 0.05  # of what is tracked
+
+
+def graph_of(write: Any) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+    """A graph that reads ``x``, 100 float32 numbers."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(tuple(write(graph.call_function, x)))
+    return graph, {"x": torch.empty(100, device="meta")}
+
+
+def test_values_die_after_their_last_use() -> None:
+    """Of x -> a -> b -> c two are alive at a time: the operand and the result; x itself only if it is counted."""
+
+    def chain(call: Any, x: fx.Node) -> list[fx.Node]:
+        for _ in range(3):
+            x = call(aten.neg.default, (x,))
+        return [x]
+
+    graph, given = graph_of(chain)
+    assert life(graph, given, {}, {}).peak == {"transients": 800}
+    found = life(graph, given, {"x": "activations"}, {"neg_default_2": "gradients"})
+    assert sum(found.peak.values()) == 800 and found.outputs[0].shape == (100,)
+
+
+def test_outputs_stay_and_views_share() -> None:
+    """A result lives to the end; a view keeps the storage of its base alive and adds none."""
+
+    def write(call: Any, x: fx.Node) -> list[fx.Node]:
+        first = call(aten.neg.default, (x,))
+        seen = call(aten.view.default, (first, [10, 10]))
+        second = call(aten.neg.default, (x,))
+        third = call(aten.neg.default, (second,))
+        return [third, call(aten.sum.default, (seen,))]
+
+    graph, given = graph_of(write)
+    found = life(graph, given, {}, {"neg_default_2": "gradients"})
+    assert found.peak == {"transients": 800, "gradients": 400}  # base, second and third
+
+
+def test_waiting_for_a_collective_copies_nothing() -> None:
+    functional = torch.ops._c10d_functional
+
+    def write(call: Any, x: fx.Node) -> list[fx.Node]:
+        sent = call(functional.all_gather_into_tensor.default, (x, 4, "axis:dp"))
+        return [call(aten.sum.default, (call(functional.wait_tensor.default, (sent,)),))]
+
+    graph, given = graph_of(write)
+    assert life(graph, given, {}, {}).peak == {"transients": 1600 + 4}
+
+
+@pytest.mark.parametrize(("recompute", "micro_batch_size"), [
+    ("full", 16),
+    ("selective", 4),
+    pytest.param("none", 16, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_predicted_is_tracked(recompute: str, micro_batch_size: int) -> None:
+    """A whole step of one rank, forward, backward and AdamW, as PyTorch's tracker sees it. The peak of ``full`` is less
+    than that of the saved values of ``none``, and what a backward has used is free for its gradients."""
+    batch = tokens(16, 64)
+    hints = Hints(recompute=recompute, micro_batch_size=micro_batch_size)
+    model = autopar.parallelize(llama(), cluster="cpu:1", hints=hints, example_inputs=batch)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        if model.plan.num_micro_batches > 1:
+            model.train_step(**batch)
+        else:
+            model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # the optimizer's state is there from here on
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
+        step()
+    tracked = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert model.plan.num_micro_batches == 16 // micro_batch_size
+    assert model.plan.peak_memory == pytest.approx(tracked, rel=BOUND)
+
+
+def test_a_peak_that_does_not_fit_is_no_plan() -> None:
+    """What lives shortly counts against the limit too: under full recomputation the peak is more than all that is kept
+    together, and a limit between the two is not met."""
+    batch, hints = tokens(16, 64), Hints(recompute="full")
+    plan = autopar.plan(llama(), "cpu:1", hints=hints, example_inputs=batch)
+    assert plan.peak_memory > sum(plan.memory.values()) and plan.peak["transients"] > 0
+    between = (plan.peak_memory + sum(plan.memory.values())) // 2
+    with pytest.raises(InfeasibleError):
+        autopar.plan(llama(), "cpu:1", hints=Hints(recompute="full", memory_limit=between), example_inputs=batch)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["dp4, zero 3, full", "dp2, tp2, 4 micro-batches"])
+def test_predicted_is_tracked_on_four_ranks(name: str) -> None:
+    """The plans of ``benchmarks/memory.py`` that have most going on at once."""
+    path = Path(__file__).resolve().parent.parent / "benchmarks" / "memory.py"
+    spec = importlib.util.spec_from_file_location("memory_benchmark", path)
+    assert spec is not None and spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    assert benchmark.measure(name).ratio == pytest.approx(1.0, abs=BOUND)
