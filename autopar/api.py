@@ -21,6 +21,7 @@ from autopar.arguments import (
 from autopar.cluster import Cluster
 from autopar.errors import InputError
 from autopar.hints import Hints
+from autopar.integrations.answers import answering
 from autopar.plan import Plan
 from autopar.runtime.initialize import initialize, materialize
 from autopar.runtime.module import ParallelModule
@@ -90,7 +91,7 @@ def parallelize(
     fill = None
     if is_meta(model):
         fill = initialize if weights is None else load_from(weights)
-    return ParallelModule(model, plan, MAKERS, inputs, fill)
+    return answering(ParallelModule(model, plan, MAKERS, inputs, fill), model, inputs)
 
 
 def verify(

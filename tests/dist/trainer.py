@@ -1,0 +1,164 @@
+"""torchrun trainer.py FOLDER: transformers' Trainer on a parallel Llama, against the same Trainer in one process.
+
+Started without torchrun it is that one process, which trains the original model by `transformers.Trainer` and leaves in
+FOLDER what came out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from small_models import llama, tokens
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from training import assert_close, say
+from transformers import LlamaForCausalLM, TrainerCallback, TrainingArguments
+
+import autopar
+from autopar import Hints
+from autopar.errors import InputError, RuntimeFailure
+from autopar.integrations.trainer import Trainer
+
+SAMPLES, LENGTH, BATCH = 22, 8, 4
+
+#: What the Trainer is asked to do, and on which layout.
+RUNS: dict[str, tuple[dict[str, Any], Hints]] = {
+    "the model's loss": ({}, Hints(dp=2)),
+    "a loss function": ({"loss": True}, Hints(tp=2)),
+    "a loss function, accumulated": ({"loss": True, "gradient_accumulation_steps": 3}, Hints(dp=2, zero=3)),
+    "the model's loss, accumulated": (
+        {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}, Hints(dp=2)),
+    "label smoothing": ({"label_smoothing_factor": 0.1}, Hints(dp=2)),
+}  # fmt: skip
+
+
+def samples() -> list[dict[str, Tensor]]:
+    """Token ids and labels that count unevenly, and a column that the model does not take."""
+    data = tokens(SAMPLES, LENGTH, seed=5)
+    rows = zip(*data.values(), strict=True)
+    return [{"input_ids": ids, "labels": labels, "number": torch.tensor(n)} for n, (ids, labels) in enumerate(rows)]
+
+
+def loss_of(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    """A loss function as the documentation of the Trainer has it: a sum over tokens, divided by those of the step."""
+    logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
+    assert num_items_in_batch is not None
+    return total / num_items_in_batch
+
+
+def right(prediction: Any) -> dict[str, float]:
+    """How many tokens are predicted right, and how many there are."""
+    guess, truth = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]
+    counts = truth != -100
+    return {"right": float((guess == truth)[counts].sum()), "tokens": float(counts.sum())}
+
+
+class Logged(TrainerCallback):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[float]] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        """One number for each of what two runs have in common."""
+        for name in ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_right", "eval_tokens"):
+            if name in logs:
+                self.seen.setdefault(name, []).append(float(logs[name]))
+
+
+def make(kind: Any, model: nn.Module, folder: Path, *, loss: bool = False, data: Any = None, **asked: Any) -> Any:
+    """A Trainer with weight decay, a schedule, clipping and an evaluation at the end of each of two epochs, whose last
+    batches are short."""
+    arguments = TrainingArguments(**{
+        "output_dir": str(folder), "use_cpu": True, "per_device_train_batch_size": BATCH,
+        "per_device_eval_batch_size": BATCH, "num_train_epochs": 2, "learning_rate": 1e-2, "adam_epsilon": 1e-3,
+        "weight_decay": 0.1, "warmup_steps": 2, "max_grad_norm": 0.5, "logging_steps": 1, "eval_strategy": "epoch",
+        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "seed": 11, **asked,
+    })  # fmt: skip
+    data = data or samples()
+    return kind(model=model, args=arguments, train_dataset=data, eval_dataset=data[:6], callbacks=[Logged()],
+                compute_loss_func=loss_of if loss else None, compute_metrics=right)  # fmt: skip
+
+
+def train(trainer: Any) -> dict[str, Tensor]:
+    """Everything that was logged, and the weights at the end, whole."""
+    trainer.train()
+    logged = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Logged))
+    found = {name: torch.tensor(values) for name, values in logged.seen.items()}
+    for name, p in trainer.model.named_parameters():
+        found[name] = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach().clone()
+    return found
+
+
+def parallel(hints: Hints, **arguments: Any) -> Any:
+    """A Llama of one layer, split."""
+    batch = tokens(BATCH, LENGTH)
+    return autopar.parallelize(llama(num_hidden_layers=1), hints=hints, example_inputs=batch, **arguments)
+
+
+def saved(trainer: Any, found: dict[str, Tensor], folder: Path) -> None:
+    """What `save_model` writes, transformers loads back: the weights at the end."""
+    trainer.save_model(str(folder))
+    dist.barrier()
+    loaded = dict(LlamaForCausalLM.from_pretrained(folder).named_parameters())
+    assert all(torch.equal(p, found[name]) for name, p in loaded.items()) and (folder / "training_args.bin").exists()
+
+
+def refused(kind: type[Exception], text: str, act: Callable[[], object]) -> None:
+    """``act`` raises an error of ``kind`` that says ``text``, on every rank."""
+    try:
+        act()
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"expected {text}")
+
+
+def refusals(folder: Path) -> None:
+    """What would train something else is refused before it does, each by its own words."""
+    model = parallel(Hints(dp=2))
+    make(Trainer, model, folder)
+    refused(InputError, "autopar.integrations.trainer", lambda: make(transformers.Trainer, model, folder))
+    refused(InputError, "per_device_train_batch_size is then the global batch",
+            lambda: make(Trainer, parallel(Hints(dp=2), inputs="local"), folder))  # fmt: skip
+    refused(InputError, "what autopar.parallelize returned", lambda: make(Trainer, llama(num_hidden_layers=1), folder))
+    refused(InputError, "Workload(param_dtype=torch.bfloat16)", lambda: make(Trainer, model, folder, bf16=True))
+    refused(InputError, "save_only_model=True", lambda: make(Trainer, model, folder, save_strategy="steps"))
+    other = samples()
+    other[-1 - dist.get_rank()]["input_ids"] = torch.zeros(LENGTH, dtype=torch.int64)
+    trainer = make(Trainer, model, folder, data=other)
+    refused(RuntimeFailure, "ranks [1] passed another batch than rank 0", trainer.train)
+
+
+def main() -> None:
+    """All runs, in one process or in several; then what is refused. The first that fails ends it."""
+    folder = Path(sys.argv[1])
+    for number, (name, (asked, hints)) in enumerate(RUNS.items()):
+        file = folder / f"run{number}.pt"
+        if "RANK" not in os.environ:
+            torch.save(train(make(transformers.Trainer, llama(num_hidden_layers=1), folder, **asked)), file)
+            continue
+        trainer = make(Trainer, parallel(hints), folder, **asked)
+        found, truth = train(trainer), torch.load(file)
+        assert len(found["eval_loss"]) == 2 and set(found) == set(truth)
+        assert_close(found, truth, name)
+        if number == 0:
+            saved(trainer, found, folder / "saved")
+        say(f"ok {name}")
+    if "RANK" in os.environ:
+        refusals(folder)
+        say("ok refusals")
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""transformers' Trainer on real Gloo processes, against the same Trainer in one process (``tests/dist/trainer.py``)."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models import LLAMA
+from test_distributed import ROOT, SCRIPTS, TIMEOUT, assert_all_ok, torchrun
+
+import autopar
+from autopar import Hints
+
+NAMES = ["the model's loss", "a loss function", "a loss function, accumulated", "the model's loss, accumulated",
+         "label smoothing", "refusals"]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_trainer_trains_as_in_one_process(tmp_path: Path) -> None:
+    """Losses, norms, rates, evaluations and final weights of five trainings of two epochs; what is saved; what is
+    refused."""
+    script = SCRIPTS / "trainer.py"
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    subprocess.run([sys.executable, str(script), str(tmp_path)], cwd=ROOT, env=environment, check=True, timeout=TIMEOUT)
+    assert_all_ok(torchrun(2, script, str(tmp_path)), 2, NAMES)
+
+
+def test_a_parallel_module_answers_as_its_model() -> None:
+    """The name of its class, and the names of the arguments of ``forward``, which libraries read."""
+    model = LLAMA.build()
+    found = autopar.parallelize(model, hints=Hints(), example_inputs=LLAMA.batch(), cluster="cpu:1x1")
+    assert type(found).__name__ == "LlamaForCausalLM" and isinstance(found, autopar.runtime.module.ParallelModule)
+    assert inspect.signature(found.forward) == inspect.signature(model.forward)
+    assert inspect.signature(type(found).forward) == inspect.signature(type(model).forward)
