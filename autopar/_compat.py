@@ -22,12 +22,14 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "BoxedCodeGen",
     "BufferAOTInput",
     "FakeTensorMode",
     "GradAOTOutput",
@@ -43,13 +45,31 @@ __all__ = [
     "aot_export_joint_with_descriptors",
     "compiling",
     "disable_torch_function",
+    "fake_like",
     "flatten",
     "get_decompositions",
     "pipeline_action",
     "pipeline_order",
+    "pipeline_runtime",
+    "pipeline_stage",
     "pytree",
+    "run_actions",
+    "start_p2p",
+    "storage_key",
     "strided_shard",
 ]
+
+
+def fake_like(tensor: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake CPU tensor, or parameter, of the strides of ``tensor``. Made without dispatch, and a parameter marked as
+    one as ``nn.Parameter`` marks a tensor subclass, but without its detach: a tenth of the time, for hundreds of them.
+    """
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+    fake: torch.Tensor = FakeTensor(mode, meta, torch.device("cpu"))
+    if isinstance(tensor, torch.nn.Parameter):
+        fake.requires_grad_(tensor.requires_grad)
+        fake._is_param = True  # type: ignore[attr-defined]
+    return fake
 
 
 @contextlib.contextmanager
@@ -70,9 +90,45 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """What tells a tensor's storage from all others that are alive, on any device."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def flatten(device_mesh: Any) -> None:
     """Give a device mesh a process group over all its axes, which DTensor then uses for joint reductions."""
     device_mesh._flatten()
+
+
+def pipeline_stage() -> type[Any]:
+    """The base class of stages of ``torch.distributed.pipelining``, which takes a sixth of a second to import."""
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    return _PipelineStageBase
+
+
+def pipeline_runtime(stages: list[Any], micro_batches: int, orders: dict[int, list[Any]], act: Any) -> Any:
+    """torch's runtime of schedules for ``stages`` of this rank and the ``orders`` of actions of all ranks;
+    ``act(action, context)`` is called for every action that computes."""
+    from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime
+
+    runtime = _PipelineScheduleRuntime(stages, micro_batches, scale_grads=False, backward_requires_autograd=False)
+    runtime._prepare_schedule_with_comms(orders)
+    for kind in ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B"):
+        runtime.register_custom_function(_ComputationType[kind], act)
+    return runtime
+
+
+def run_actions(runtime: Any, micro_batches: int) -> None:
+    """Run a step of `pipeline_runtime`; its stages have their inputs already."""
+    runtime._step_microbatches([()] * micro_batches, [{}] * micro_batches, return_outputs=False)
+
+
+def start_p2p(operations: list[Any]) -> list[Any]:
+    """Start sends or receives; returns what to wait for."""
+    from torch.distributed.pipelining.schedules import _batch_p2p
+
+    return _batch_p2p(operations)
 
 
 def pipeline_action(stage: int, kind: str, micro_batch: int) -> Any:

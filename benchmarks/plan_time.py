@@ -5,12 +5,14 @@
 
 Every configuration runs in a process of its own, so that peak memory is its own too. ``all`` lets both axes split every
 factor, where plans let ``dp`` split the batch only. Phases are in seconds of the processor, which other work on the
-machine changes little (planning runs in one thread); "clock" is what passed on the wall.
+machine changes little (planning runs in one thread); "clock" is what passed on the wall. Planning pauses the cyclic
+garbage collector; "garbage" is what one collection takes when it is over.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import resource
 import subprocess
@@ -26,6 +28,7 @@ T = TypeVar("T")
 
 BATCH, SEQUENCE = 16, 2048
 PHASES = ("capture", "strategies", "pricing", "solve", "rewrite")
+GARBAGE = "garbage"
 #: What a peer needs for the same, layers and mesh -> (seconds, GiB): AutoParallel, on two cores of such a machine.
 #: Quoted from our notes of 2026; it has not been run again here.
 PEER: dict[tuple[int, tuple[int, ...]], tuple[float, float | None]] = {
@@ -105,6 +108,7 @@ def measure(configuration: Configuration) -> Measured:
     import torch
 
     from autopar.cluster import Cluster
+    from autopar.garbage import collecting_later
     from autopar.runtime.program import emit
     from autopar.sharding.layout import Mesh
     from autopar.solver.costs import Prices, price
@@ -117,7 +121,7 @@ def measure(configuration: Configuration) -> Measured:
     mesh, cluster = Mesh((("dp", dp), ("tp", tp))), Cluster.parse(f"h100-sxm:{dp}x{tp}")
     model = _model(configuration.layers)
     batch = {name: torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device="meta") for name in ("input_ids", "labels")}
-    seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    seconds: dict[str, float] = dict.fromkeys((*PHASES, GARBAGE), 0.0)
 
     def timed(phase: str, work: Callable[[], T]) -> T:
         before = time.process_time()
@@ -126,16 +130,17 @@ def measure(configuration: Configuration) -> Measured:
         return result
 
     imported, started = _peak_gib(), time.perf_counter()
-    captured = timed("capture", lambda: capture_batch(model, (), batch))
-    operators = timed("strategies", lambda: read(captured))
-    space = timed(
-        "strategies",
-        lambda: build_space(captured, operators, mesh, Pins(), axes_split_all=configuration.every_factor),
-    )
-    program = timed("pricing", lambda: price(space, captured, operators, Prices(cluster, mesh), "adamw", float("inf")))
-    solution = timed("solve", lambda: solve(program))
-    assert solution is not None
-    timed("rewrite", lambda: emit(captured, operators, space.assignment(solution.options)))
+    prices, every = Prices(cluster, mesh), configuration.every_factor
+    with collecting_later():  # as `search` and `specialize` do
+        captured = timed("capture", lambda: capture_batch(model, (), batch))
+        operators = timed("strategies", lambda: read(captured))
+        space = timed("strategies", lambda: build_space(captured, operators, mesh, Pins(), axes_split_all=every))
+        program = timed("pricing", lambda: price(space, captured, operators, prices, "adamw", float("inf")))
+        solution = timed("solve", lambda: solve(program))
+        assert solution is not None
+        emitted = timed("rewrite", lambda: emit(captured, operators, space.assignment(solution.options)))
+    timed(GARBAGE, gc.collect)
+    del emitted
     clock = time.perf_counter() - started
     return Measured(
         **asdict(configuration),
@@ -164,7 +169,9 @@ def _peer(row: dict[str, Any]) -> str:
 def _line(row: dict[str, Any]) -> str:
     seconds = row["seconds"]
     mesh = "(" + ", ".join(map(str, row["mesh"])) + ")" + (" all" if row["every_factor"] else "")
-    parts = [*(f"{seconds[phase]:.2f}" for phase in PHASES), f"{sum(seconds.values()):.2f}", f"{row['clock']:.2f}"]
+    phases = [seconds[phase] for phase in PHASES]
+    figures = [*phases, sum(phases), seconds[GARBAGE], row["clock"]]
+    parts = [f"{figure:.2f}" for figure in figures]
     return "| " + " | ".join([str(row["layers"]), mesh, *parts, f"{row['peak']:.2f}", _peer(row)]) + " |"
 
 
@@ -178,8 +185,8 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(asdict(measure(Configuration.parse(arguments.one)))))
         return
-    print("| layers | mesh | " + " | ".join(PHASES) + " | all | clock | peak GiB | peer |")
-    print("| --- " * (len(PHASES) + 6) + "|")
+    print("| layers | mesh | " + " | ".join(PHASES) + " | all | garbage | clock | peak GiB | peer |")
+    print("| --- " * (len(PHASES) + 7) + "|")
     wanted = dict.fromkeys((*CONFIGURATIONS, *(Configuration(n, (4, 8)) for n in SERIES)))
     rows = []
     for configuration in wanted:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._compat import LazyGraphModule
 from autopar.capture.graph import Captured
 from autopar.passes.collectives import aten, emit_step
 from autopar.sharding.assignment import AliasKey, Assignment, Router, Transfer, result_layouts
@@ -167,5 +168,5 @@ def shard(captured: Captured, operators: Operators, assignment: Assignment) -> S
     emitter.graph.output((*results, *gradients))
     emitter.graph.eliminate_dead_code()
     emitter.graph.lint()
-    module = fx.GraphModule(torch.nn.Module(), emitter.graph)
+    module = LazyGraphModule(torch.nn.Module(), emitter.graph)  # it is cut before it runs: its text is not needed
     return Sharded(module, emitter.coordinates, inputs, tuple(results), tuple(gradients), tuple(emitter.transfers))

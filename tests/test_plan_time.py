@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from dist import small_models as models
@@ -10,12 +14,18 @@ from torch import nn
 from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.hints import Hints
+from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import read_operators
+from autopar.solver.alike import alike
+from autopar.solver.costs import Prices, local_work, price
+from autopar.solver.program import solve
 from autopar.solver.search import search
-from autopar.solver.spmd import read
+from autopar.solver.space import build_space
+from autopar.solver.spmd import account, read
 from autopar.workload import Workload
 
 TOKENS = models.tokens(seq_len=16)
+DEEP = {"gpt2": models.gpt2(0.2, layers=6), "llama": models.llama(num_hidden_layers=6)}
 
 
 @pytest.mark.parametrize("hints", [Hints(), Hints(dp=2, tp=2, zero=3)], ids=["free", "2x2"])
@@ -30,9 +40,7 @@ def test_plan_is_the_same_whether_blocks_are_copied_or_traced(hints: Hints) -> N
     assert copied == traced
 
 
-@pytest.mark.parametrize(
-    "model", [models.gpt2(0.2, layers=6), models.llama(num_hidden_layers=6)], ids=["gpt2", "llama"]
-)
+@pytest.mark.parametrize("model", DEEP.values(), ids=DEEP)
 def test_operators_of_equal_blocks_share_rules_and_nothing_else(model: nn.Module) -> None:
     """Reading the first block of a class for all gives what reading every node gives."""
     captured = capture(model, (), TOKENS)
@@ -43,6 +51,34 @@ def test_operators_of_equal_blocks_share_rules_and_nothing_else(model: nn.Module
         assert (a.call, a.rule, a.operands, a.has_rule, a.flops) == (b.call, b.rule, b.operands, b.has_rule, b.flops)
     assert (shared.specs, shared.consumers) == (alone.specs, alone.consumers)
     assert (shared.batch_factors, shared.batch_dims) == (alone.batch_factors, alone.batch_dims)
+
+
+@pytest.mark.parametrize("model", DEEP.values(), ids=DEEP)
+def test_counted_by_kind_is_counted_one_by_one(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flows, seconds and bytes of all blocks, of which the first and the last have other neighbours."""
+    captured = capture(model, (), TOKENS)
+    operators, mesh = read(captured), Mesh((("dp", 2), ("tp", 2)))
+    cluster = Cluster.parse("h100-sxm:1x4")
+    prices, known = Prices(cluster, mesh), alike(captured, operators)
+    assert len(known.kinds) < 0.75 * len(operators.by_node)
+    assert sum(count for _, count in known.kinds) == len(operators.by_node)
+    by_kind = build_space(captured, operators, mesh)
+    program = price(by_kind, captured, operators, prices, "adamw", float("inf"))
+    single = replace(known, kinds=[(op, 1) for op in operators])
+    monkeypatch.setattr(sys.modules[build_space.__module__], "alike", lambda *given: single)
+    one_by_one = build_space(captured, operators, mesh)
+    one_by_one.canon = {}
+    assert list(by_kind.flows.items()) == list(one_by_one.flows.items())
+    assert by_kind.of_alias == one_by_one.of_alias
+    other = price(one_by_one, captured, operators, prices, "adamw", float("inf"))
+    for found, truth in ((program.seconds, other.seconds), (program.memory, other.memory)):
+        np.testing.assert_allclose(np.concatenate(found), np.concatenate(truth), rtol=1e-12)
+    solution = solve(program)
+    assert solution is not None
+    assignment = by_kind.assignment(solution.options)
+    work = [local_work(op, operators, mesh, assignment.strategies[op.node]) for op in operators]
+    solved = account(captured, operators, assignment, cluster, "adamw", solution)
+    assert solved.breakdown["compute"] == pytest.approx(prices.work_seconds(work).sum(), rel=1e-12)
 
 
 def test_rules_do_not_grow_with_depth() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import fx
 
@@ -17,8 +18,7 @@ from autopar.sharding.redistribute import Step, redistribution
 from autopar.sharding.rule import Strategy, layouts
 
 
-@dataclass(frozen=True)
-class AliasKey:
+class AliasKey(NamedTuple):
     """What a value's consumers in one direction and block share: they read it in one layout, paid for once."""
 
     value: Value
@@ -38,6 +38,10 @@ class Assignment:
     sinks: tuple[Layout, ...]
     aliases: dict[AliasKey, Layout]
     sink_aliases: dict[int, Layout] = field(default_factory=dict)
+    #: What `result_layouts` has found already, and for which operators.
+    known: list[tuple[Operators, dict[Value, Layout]]] = field(
+        default_factory=list, init=False, compare=False, repr=False
+    )
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,16 @@ class Router:
 
 
 def result_layouts(operators: Operators, assignment: Assignment) -> dict[Value, Layout]:
-    """The layout in which every value is produced."""
+    """The layout in which every value is produced; not to be changed."""
+    for known, found in assignment.known:
+        if known is operators:
+            return found
     found = {Value(node): layout for node, layout in assignment.sources.items()}
     for op in operators:
         _, outs = layouts(op.rule, assignment.strategies[op.node], assignment.mesh)
-        found.update({Value(op.node, i): layout for i, layout in enumerate(outs)})
+        for i, layout in enumerate(outs):
+            found[Value(op.node, i)] = layout
+    assignment.known.append((operators, found))
     return found
 
 
@@ -94,9 +103,11 @@ def transfers(operators: Operators, outputs: list[tuple[Value, bool]], assignmen
     router = Router(assignment.mesh)
     for op in operators:
         wanted, _ = layouts(op.rule, assignment.strategies[op.node], assignment.mesh)
+        backward, block = op.backward, op.block
         for value, layout in zip(op.operands, wanted, strict=True):
-            alias = assignment.aliases.get(AliasKey(value, op.backward, op.block))
-            yield from router.route(value, operators.specs[value], op.backward, produced[value], alias, layout)
+            own, alias = produced[value], assignment.aliases.get(AliasKey(value, backward, block))
+            if layout != own or (alias is not None and alias != own):
+                yield from router.route(value, operators.specs[value], backward, own, alias, layout)
     for i, ((value, backward), layout) in enumerate(zip(outputs, assignment.sinks, strict=True)):
         alias = assignment.sink_aliases.get(i)
         for transfer in router.route(value, operators.specs[value], backward, produced[value], alias, layout):

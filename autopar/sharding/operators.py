@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -43,9 +44,8 @@ VIEWS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Value:
-    """One tensor of the graph: result ``index`` of ``node``."""
+class Value(NamedTuple):
+    """One tensor of the graph: result ``index`` of ``node``. A key of many tables, hence a tuple."""
 
     node: fx.Node
     index: int = 0
@@ -62,12 +62,12 @@ class Operator:
     has_rule: bool
     flops: float
 
-    @property
+    @cached_property
     def backward(self) -> bool:
         """Whether it belongs to the backward."""
         return bool(self.node.meta["backward"])
 
-    @property
+    @cached_property
     def block(self) -> str | None:
         """Path of its block."""
         return self.node.meta["block"]
@@ -83,7 +83,7 @@ class Operator:
         return self.flops > 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operators:
     """All operators of a graph, in order, and which dims carry the batch."""
 
@@ -148,6 +148,9 @@ def read_operator(node: fx.Node) -> Operator:
 
 def _read_copy(node: fx.Node, first: Operator) -> Operator:
     """A node of a block as its counterpart in the first block of the class, with operands of its own."""
+    inputs = node.all_input_nodes  # in the order of the arguments, each once
+    if len(inputs) == len(first.operands):
+        return Operator(node, first.call, first.rule, tuple(map(value_of, inputs)), first.has_rule, first.flops)
     operands: list[Value] = []
 
     def collect(leaf: Any) -> Any:

@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar._compat import pytree
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
@@ -188,8 +188,7 @@ def make_rule(
     )
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What an operator does on one axis: split ``factor``, pass partial sums of operands ``linear`` through, or
     (neither) run replicated."""
 
