@@ -21,7 +21,7 @@ from autopar.sharding.recompute import blocks_made_again
 #: Axes that split tensors, and with that of the pipeline all that ranks are laid out on, outermost first.
 AXES = ("dp", "tp")
 DEGREES = ("pp", *AXES)
-ZERO_STAGES = (0, 3)
+ZERO_STAGES = (0, 1, 2, 3)
 
 _BYTE_UNITS = (
     {"b": 1}
@@ -83,7 +83,8 @@ class Hints:
 
     ``pp``, ``dp`` and ``tp`` are degrees, ``schedule`` is a pipeline schedule (one of `autopar.schedule.SCHEDULES`),
     ``stages`` maps patterns of module paths (blocks, and modules outside of them that own parameters) to pipeline
-    stages, ``zero`` is 0 or 3, ``micro_batch_size`` is in samples a rank, ``recompute`` is
+    stages, ``zero`` is 0 to 3, ``reshard_after_forward=False`` (FSDP2's word) keeps what ZeRO-3 gathers for a forward
+    until its backward (`sharding.zero`), ``micro_batch_size`` is in samples a rank, ``recompute`` is
     "none", "selective", "full", or "full:4" for the first four blocks alone (`sharding.recompute`), ``memory_limit`` is
     bytes a device (as `parse_bytes` reads them),
     ``shard`` maps parameter patterns (see the module) to the dim that each axis splits, e.g.
@@ -97,6 +98,7 @@ class Hints:
     schedule: str | None = None
     stages: Mapping[str, int] | None = None
     zero: int | None = None
+    reshard_after_forward: bool | None = None
     micro_batch_size: int | None = None
     recompute: str | None = None
     memory_limit: int | str | None = None
@@ -121,9 +123,16 @@ class Hints:
         if self.zero is not None and (not _is_int(self.zero, 0) or self.zero not in ZERO_STAGES):
             raise HintError(
                 f"zero={self.zero!r} is not available.",
-                expected="0 (nothing is sharded) or 3",
+                expected="0 (nothing is sharded), 1 (optimizer state), 2 (gradients too) or 3 (parameters too)",
                 found=repr(self.zero),
-                change="give zero=0 or zero=3, or leave it out",
+                change="give zero as one of 0, 1, 2 and 3, or leave it out",
+            )
+        if self.reshard_after_forward is not None and self.zero != 3:
+            raise HintError(
+                f"The hint reshard_after_forward={self.reshard_after_forward!r} needs zero=3.",
+                expected="True or False beside zero=3, which gathers parameters for every use",
+                found=f"zero={self.zero}",
+                change="give zero=3 as well, or leave reshard_after_forward out",
             )
         if self.recompute is not None:
             check_recompute(self.recompute)
@@ -303,9 +312,9 @@ def _check_contradictions(hints: Hints) -> None:
         if "dp" in dims and hints.zero == 0:
             raise HintError(
                 f"The hints zero=0 and shard[{pattern!r}] contradict each other.",
-                expected="zero=3 where a parameter rests split over dp",
+                expected="zero of at least 1 where a parameter rests split over dp",
                 found=f"zero=0 and shard={{{pattern!r}: {dict(dims)}}}",
-                change="give zero=3, or leave dp out of shard",
+                change="give zero=1, 2 or 3, or leave dp out of shard",
             )
 
 

@@ -22,6 +22,7 @@ from autopar.hints import DEGREES, ZERO_STAGES, Hints, check_recompute, nearest_
 from autopar.report.text import text_report
 from autopar.schedule import SCHEDULES, check_schedule
 from autopar.sharding.layout import Layout, Mesh
+from autopar.sharding.zero import COPIES, REDUCED
 from autopar.workload import Workload
 
 #: Raised whenever a plan that an older autopar wrote would be misread.
@@ -78,10 +79,14 @@ class Alternative:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """How one parameter, its gradient and its optimizer state rest between steps. ``shape`` is global."""
+    """How one parameter, its gradient and its optimizer state rest between steps. ``shape`` is global; ``copy`` and
+    ``gradient`` are how long the copy lives in which it is used, and how often its gradient is reduced over dp
+    (`sharding.zero`)."""
 
     shape: tuple[int, ...]
     storage: Layout
+    copy: str = "use"
+    gradient: str = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,8 @@ class Plan:
     """A plan for one model, cluster and workload.
 
     ``structure`` is the hash of the model's graph and shapes. ``breakdown`` has the seconds of ``compute``, ``exposed
-    communication`` and ``bubble``, which add up to ``step_time``; ``memory`` bytes by kind, which add up to the peak.
+    communication`` and ``bubble``, which add up to ``step_time``; ``memory`` has bytes by kind, each at its most, and
+    ``peak`` those that are alive at the moment when most are, with what lives shortly (``transients``).
     ``stages`` are the modules of every pipeline stage (blocks, and modules outside of them that own parameters), in the
     order in which they run, as many stages a rank of pp as ``schedule`` has; one stage without a pipeline, and then
     ``schedule`` is None. ``recompute`` says what the backward makes again instead of keeping it (`sharding.recompute`).
@@ -110,6 +116,7 @@ class Plan:
     step_time: float
     breakdown: dict[str, float]
     memory: dict[str, int]
+    peak: dict[str, int]
     gap: float
     gap_space: str
     parameters: dict[str, ParameterPlan]
@@ -126,8 +133,13 @@ class Plan:
 
     @property
     def peak_memory(self) -> int:
-        """Bytes a device."""
-        return sum(self.memory.values())
+        """Bytes a device at the fullest moment of a step."""
+        return sum(self.peak.values())
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether what is gathered for a forward is given up before its backward; False is FSDP's SHARD_GRAD_OP."""
+        return not any(p.copy == "micro-batch" for p in self.parameters.values())
 
     @property
     def world_size(self) -> int:
@@ -332,6 +344,9 @@ def _check(plan: Plan) -> None:
         known = set(axes) <= set(mesh.names) and len(set(axes)) == len(axes) and not layout.partial
         if len(layout.dims) != len(shape) or not known or not layout.divides(mesh, shape):
             raise _bad(f"plan.parameters.{name}.storage", f"a split of {shape} over {plan.degrees}", str(layout))
+        for field, values in (("copy", COPIES), ("gradient", REDUCED)):
+            if (value := getattr(parameter, field)) not in values:
+                raise _bad(f"plan.parameters.{name}.{field}", f"one of {', '.join(values)}", value)
     for read, table in (
         (Cluster.from_dict, plan.cluster),
         (Workload.from_dict, plan.workload),

@@ -17,7 +17,8 @@ from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.errors import InputError
 from autopar.fallback import fallbacks
-from autopar.passes import pipeline, recompute
+from autopar.garbage import collecting_later
+from autopar.passes import pipeline, recompute, zero
 from autopar.passes.locate import homes
 from autopar.passes.phases import cut
 from autopar.passes.shard import shard
@@ -28,7 +29,8 @@ from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.microbatch import WHOLE, Place, micro_batched
 from autopar.sharding.operators import Operators, value_of
-from autopar.solver.carry import plan_pins
+from autopar.sharding.zero import Keeping
+from autopar.solver.carry import keepings, plan_pins
 from autopar.solver.pipeline import Stages, balanced, costs
 from autopar.solver.program import solve
 from autopar.solver.space import DATA_AXIS, output_values
@@ -92,6 +94,7 @@ def _carry(plan: Plan, captured: Captured, local: bool, micro_batches: int = 1) 
     return _Carried(captured, operators, space.assignment(solution.options))
 
 
+@collecting_later()
 def specialize(
     model: nn.Module,
     plan: Plan,
@@ -116,7 +119,8 @@ def specialize(
     found = _carry(plan, captured or _capture_for(model, plan, args, kwargs, training), local)
     lost = fallbacks(found.captured, found.operators, found.assignment, plan, input_names(args, kwargs))
     lengths = _length_dims(found.captured) if Workload.from_dict(plan.workload).pad_to else ()
-    emitted = emit(found.captured, found.operators, found.assignment, plan.recompute)
+    copies = {name: kept.copy for name, kept in keepings(found.captured, found.assignment, plan).items()}
+    emitted = emit(found.captured, found.operators, found.assignment, plan.recompute, copies)
     units = _stage_units(model, plan, found.captured, found.operators) if plan.schedule is not None else ()
     return replace(emitted, fallbacks=lost, length_dims=lengths, units=units)
 
@@ -141,16 +145,19 @@ def specialize_step(
     loss, count = _loss(captured), _count(plan, captured)
     found = _carry(plan, captured, local, count)
     operators, assignment = found.operators, found.assignment
+    kept = keepings(captured, assignment, plan)
     split = frozenset(captured.inputs)
     if count > 1:
         rows = _rows(captured)
         split = frozenset(node for node, size in rows.items() if size == max(rows.values()))
-        assignment = _in_micro_batches(captured, operators, assignment, count, split)
+        assignment = _in_micro_batches(captured, operators, assignment, count, split, kept)
     emitted = shard(captured, operators, assignment)
     recompute.tag(emitted, operators, plan.recompute)
+    zero.keep(emitted.module.graph, {name: keeping.copy for name, keeping in kept.items()})
     given = [emitted.inputs[node] for node in captured.inputs if node in split]
     places = tuple(i for i, o in enumerate(captured.outputs) if i == loss or o.buffer is not None)
-    phases = cut(emitted, assignment.mesh, given, results=places, merge=plan.schedule is None)
+    once, merge = zero.kept_for_the_step, plan.schedule is None
+    phases = cut(emitted, assignment.mesh, given, results=places, hoist=once, merge=merge)
     program = StepProgram(captured, operators, assignment, emitted, phases, count, split, places, loss)
     if plan.schedule is None:
         return program
@@ -168,12 +175,16 @@ def _stage_units(model: nn.Module, plan: Plan, captured: Captured, operators: Op
 
 
 def _in_micro_batches(
-    captured: Captured, operators: Operators, assignment: Assignment, count: int, split: frozenset[fx.Node]
+    captured: Captured,
+    operators: Operators,
+    assignment: Assignment,
+    count: int,
+    split: frozenset[fx.Node],
+    kept: Mapping[str, Keeping],
 ) -> Assignment:
     """``assignment`` over ``count`` micro-batches, which sum up gradients and numbers."""
     gradients = [p for p in captured.parameters if p.gradient is not None]
-    # what rests sharded over the data axis is reduced there each time: sums of whole gradients would not fit
-    sharded = [i for i, p in enumerate(gradients) if DATA_AXIS in assignment.sources[p.placeholder].split_axes]
+    each = [i for i, p in enumerate(gradients) if kept[p.name].gradient == "micro-batch"]
     outputs = output_values(captured)
     return micro_batched(
         operators,
@@ -181,7 +192,7 @@ def _in_micro_batches(
         count,
         {node: Place(dim=0) for node in captured.inputs if node in split},
         [(value, WHOLE if backward or not operators.specs[value].shape else None) for value, backward in outputs],
-        reduced_each=[len(captured.outputs) + i for i in sharded],
+        reduced_each=[len(captured.outputs) + i for i in each],
     )
 
 

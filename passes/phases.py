@@ -233,4 +233,6 @@ def _hoisted(c: _Cutter, needed: set[fx.Node], early: list[fx.Node]) -> set[fx.N
             made.add(node)
         elif c.hoist(node):
             made.add(node)
-    return {n for n in made if any(user in c.varying for user in n.users if user in needed)}
+    # a copy of a parameter is often read through a view, which does not vary either
+    read = {n: [user for user in n.users if user in needed and user not in made] for n in made}
+    return {n for n, users in read.items() if any(user in c.varying or c.hoist(n) for user in users)}

@@ -191,8 +191,8 @@ def test_layers_outside_of_blocks_share_buckets_up_to_a_size(monkeypatch: pytest
 
 
 def _piece(**changes: Any) -> Piece:
-    base = dict(kind="all_gather", axis="dp", purpose="parameters", dtype=torch.float32, op=None, depth=0, block="b",
-                ready=-1, nbytes=8, before=(1,), after=(2,))  # fmt: skip
+    base = dict(name="b.w", kind="all_gather", axis="dp", purpose="parameters", dtype=torch.float32, op=None, depth=0,
+                block="b", ready=-1, nbytes=8, before=(1,), after=(2,))  # fmt: skip
     return Piece(**{**base, **changes})
 
 

@@ -55,7 +55,7 @@ def test_the_file_is_plain_json(tmp_path: Path) -> None:
     assert data["schedule"] is None
     assert data["stages"] == [["model.embed_tokens", "model.layers.0", "model.norm"]]
     assert data["parameters"]["model.embed_tokens.weight"] == {
-        "shape": [128, 32], "storage": {"dims": [["tp", "dp"], []], "partial": []}}
+        "shape": [128, 32], "storage": {"dims": [["tp", "dp"], []], "partial": []}, "copy": "use", "gradient": "step"}
     assert data["layers"][1] == {"name": "model.layers.*.mlp", "count": 30, "splits": [["batch", "dp"], ["ffn", "tp"]]}
     assert json.loads(sample_plan().report("json")) == data
 
@@ -163,7 +163,7 @@ BAD = {
     "stages that are text": (put("stages", value=["model"]), r"plan\.stages\[0\] is malformed[\s\S]*a list"),
     "an unknown axis": (put("degrees", "cp", value=2), r"plan\.degrees is malformed"),
     "a degree of zero": (put("degrees", "tp", value=0), r"plan\.degrees is malformed"),
-    "an unknown kind of ZeRO": (put("zero", value=2), r"plan\.zero is malformed[\s\S]*0 or 3"),
+    "an unknown kind of ZeRO": (put("zero", value=4), r"plan\.zero is malformed[\s\S]*2 or 3"),
     "a layout over an unknown axis": (put(*EMBEDDING, "storage", "dims", 0, value=["pp"]), STORAGE),
     "a layout that uses an axis twice": (put(*EMBEDDING, "storage", "dims", 1, value=["tp"]), STORAGE),
     "a layout with too many dims": (put(*EMBEDDING, "shape", value=[128]), STORAGE),
@@ -171,7 +171,7 @@ BAD = {
     "a parameter that is owed a sum": (put(*EMBEDDING, "storage", "partial", value=[["tp", "sum"]]), STORAGE),
     "a bad cluster": (drop("cluster", "hosts"), "hosts is missing"),
     "a bad workload": (put("workload", "batch", value=1), "no key 'batch'"),
-    "a bad hint": (put("hints", "zero", value=2), "zero=2 is not available"),
+    "a bad hint": (put("hints", "zero", value=4), "zero=4 is not available"),
 }
 
 

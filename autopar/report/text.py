@@ -23,6 +23,8 @@ WIDTH = 100
 
 _ZERO = {
     0: "ZeRO 0: parameters, gradients and optimizer state rest whole on every dp rank",
+    1: "ZeRO 1: parameters and optimizer state rest split over dp, whole copies and gradients live for a step",
+    2: "ZeRO 2: parameters, gradients and optimizer state rest split over dp, whole copies live for a step",
     3: "ZeRO 3: parameters, gradients and optimizer state rest split over dp",
 }
 
@@ -82,7 +84,8 @@ def _summary(plan: Plan) -> Table:
         if plan.schedule is not None:
             chunks = len(plan.stages) // plan.degrees["pp"]
             yield "Pipeline", f"{len(plan.stages)} stages, {chunks} a rank of pp, by the schedule {plan.schedule}"
-        yield "Storage", _ZERO[plan.zero]
+        kept = "" if plan.reshard_after_forward else "; what is gathered lives from forward to backward"
+        yield "Storage", _ZERO[plan.zero] + kept
         yield "Micro-batches", f"{plan.num_micro_batches} of {plan.micro_batch_size} sequences"
         yield "Recompute", plan.recompute
         yield "Step time", f"{seconds_text(plan.step_time)}: {_parts(plan.breakdown)}"
@@ -132,9 +135,10 @@ def _memory(plan: Plan) -> Table:
     if "memory_limit" in plan.hints and (hinted := parse_bytes(plan.hints["memory_limit"])) < limit:
         limit, origin = hinted, "of the hint memory_limit"
     peak = plan.peak_memory
-    rows = [(kind, bytes_text(size), "") for kind, size in plan.memory.items()]
-    rows.append(("total", bytes_text(peak), f"{share_text(peak / limit)} of the {bytes_text(limit)} {origin}"))
-    return _table(rows, right=(1,))
+    kinds = dict.fromkeys((*plan.memory, *plan.peak))
+    rows = [(kind, *(bytes_text(part.get(kind, 0)) for part in (plan.memory, plan.peak)), "") for kind in kinds]
+    rows.append(("total", "", bytes_text(peak), f"{share_text(peak / limit)} of the {bytes_text(limit)} {origin}"))
+    return _table(rows, ("", "at most", "at the peak", ""), right=(1, 2))
 
 
 def _collectives(plan: Plan) -> Table | str:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from torch import fx, nn
 
 from autopar.capture.graph import Captured
-from autopar.passes import recompute
+from autopar.passes import recompute, zero
 from autopar.passes.partition import Program, partition
 from autopar.passes.phases import Phases
 from autopar.passes.pipeline import Stage
@@ -134,8 +134,15 @@ class Makers:
     step: Maker[StepProgram]
 
 
-def emit(captured: Captured, operators: Operators, assignment: Assignment, mode: str = "none") -> Specialization:
-    """Shard, tag by ``mode`` of recomputation, and partition."""
+def emit(
+    captured: Captured,
+    operators: Operators,
+    assignment: Assignment,
+    mode: str = "none",
+    copies: Mapping[str, str] | None = None,
+) -> Specialization:
+    """Shard, tag by ``mode`` of recomputation, keep ``copies`` of parameters (`passes.zero`), and partition."""
     sharded = shard(captured, operators, assignment)
     recompute.tag(sharded, operators, mode)
+    zero.keep(sharded.module.graph, copies or {})
     return Specialization(captured, operators, assignment, sharded, partition(sharded))

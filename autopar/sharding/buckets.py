@@ -26,7 +26,7 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class Piece:
-    """One collective that may be issued together with others.
+    """One collective of the parameter ``name``, or of its gradient, that may be issued together with others.
 
     ``purpose`` is ``parameters`` or ``gradients``, ``depth`` the number of collectives before it on the same tensor,
     ``block`` the block of the parameter (None outside of blocks), ``ready`` the place among the operators of the one
@@ -34,6 +34,7 @@ class Piece:
     ``after`` the shapes of a rank's piece.
     """
 
+    name: str
     kind: str
     axis: str
     purpose: str
@@ -103,6 +104,7 @@ class Pieces:
     def _piece(self, transfer: Transfer, step: Step, name: str, depth: int) -> Piece:
         spec = transfer.spec
         return Piece(
+            name,
             step.kind,
             step.axis,
             "parameters" if step.kind == "all_gather" else "gradients",
@@ -145,6 +147,7 @@ def merged(pieces: Sequence[Piece]) -> Piece:
     """The collective that stands for all ``pieces`` of a bucket; its shapes are those of flat tensors."""
     first = pieces[0]
     return Piece(
+        first.name,
         first.kind,
         first.axis,
         first.purpose,

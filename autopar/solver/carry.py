@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch import fx
 
@@ -18,12 +19,15 @@ from autopar.capture.blocks import pattern
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.hints import Hints, matching
-from autopar.plan import Plan
+from autopar.plan import ParameterPlan, Plan
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.operators import Operator, Operators
 from autopar.sharding.rule import REPLICATE, Choice, Strategy
+from autopar.sharding.zero import Keeping, keeping
 from autopar.solver.space import Pins
+
+T = TypeVar("T")
 
 #: How a plan writes what needs no factor that divides: replicated, and partial sums handed on.
 _WITHOUT_FACTOR = frozenset({str(REPLICATE), str(Choice(linear=frozenset()))})
@@ -117,19 +121,37 @@ def lost_choices(operators: Operators, plan: Plan) -> list[Lost]:
     return found
 
 
-def storage_of(plan: Plan) -> Callable[[str], Layout | None]:
-    """The layout that ``plan`` has for a parameter: by name, else what most of its pattern have, else None."""
-    votes: dict[str, Counter[Layout]] = defaultdict(Counter)
+def _most_common(plan: Plan, decision: Callable[[ParameterPlan], T]) -> Callable[[str], T | None]:
+    """What ``plan`` decides for a parameter: by name, else what most of its pattern have, else None."""
+    votes: dict[str, Counter[T]] = defaultdict(Counter)
     for name, parameter in plan.parameters.items():
-        votes[pattern(name)][parameter.storage] += 1
+        votes[pattern(name)][decision(parameter)] += 1
 
-    def find(name: str) -> Layout | None:
+    def find(name: str) -> T | None:
         if name in plan.parameters:
-            return plan.parameters[name].storage
+            return decision(plan.parameters[name])
         common = votes.get(pattern(name))
         return None if common is None else common.most_common(1)[0][0]
 
     return find
+
+
+def storage_of(plan: Plan) -> Callable[[str], Layout | None]:
+    """The layout that ``plan`` has for a parameter: by name, else what most of its pattern have, else None."""
+    return _most_common(plan, lambda p: p.storage)
+
+
+def keepings(captured: Captured, assignment: Assignment, plan: Plan) -> dict[str, Keeping]:
+    """What ``plan`` does with the copies and gradients of a graph's parameters: what it says of them, and for those
+    that rest in another way here what its kind of ZeRO does."""
+    decided = _most_common(plan, lambda p: ("dp" in p.storage.split_axes, Keeping(p.copy, p.gradient)))
+    found = {}
+    for p in captured.parameters:
+        sharded = "dp" in assignment.sources[p.placeholder].split_axes
+        other, kept = decided(p.name) or (None, Keeping())
+        known = other == sharded
+        found[p.name] = kept if known else keeping(plan.zero, sharded, p.master is not None, plan.reshard_after_forward)
+    return found
 
 
 def hint_pins(captured: Captured, hints: Hints) -> Pins:
@@ -140,7 +162,8 @@ def hint_pins(captured: Captured, hints: Hints) -> Pins:
         return all(axis in layout.dims[dim] for axis, dim in matching(hints, *aliases[name]).items())
 
     zero_dims = {name: dims["dp"] for name, names in aliases.items() if "dp" in (dims := matching(hints, *names))}
-    return Pins(storage=storage, zero=hints.zero, zero_dims=zero_dims)
+    zero = 3 if hints.zero else hints.zero  # what rests sharded rests alike, however long copies of it live
+    return Pins(storage=storage, zero=zero, zero_dims=zero_dims)
 
 
 def plan_pins(captured: Captured, operators: Operators, plan: Plan) -> Pins:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from autopar.capture.graph import Captured
 from autopar.cost_model.communication import wire_bytes
@@ -13,6 +13,7 @@ from autopar.sharding.buckets import Piece, Pieces, buckets, merged
 from autopar.sharding.operators import Operators
 from autopar.sharding.recompute import Kept
 from autopar.sharding.redistribute import LOCAL, whole_elements
+from autopar.sharding.zero import Keeping
 from autopar.solver.costs import Prices
 from autopar.solver.space import DATA_AXIS, output_values
 
@@ -20,43 +21,63 @@ _Issued = tuple[str, str, str, int]  # kind, axis, purpose, bytes of the whole t
 
 
 def collectives(
-    captured: Captured, operators: Operators, assignment: Assignment, prices: Prices, held: Kept
+    captured: Captured,
+    operators: Operators,
+    assignment: Assignment,
+    prices: Prices,
+    held: Kept,
+    keep: Mapping[str, Keeping],
+    micro_batches: int = 1,
 ) -> tuple[Collective, ...]:
-    """All collectives of a step by kind, axis and purpose. What the backward issues itself it does not make again."""
+    """All collectives of a step by kind, axis and purpose. What the backward issues itself it does not make again, nor
+    what is kept from the forward; collectives of parameters and gradients are issued every micro-batch or once, as
+    ``keep`` has it by parameter, those of activations are counted as of the whole batch."""
     totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
-    for kind, axis, purpose, nbytes in _issued(captured, operators, assignment, held):
+    for (kind, axis, purpose, nbytes), times in _issued(captured, operators, assignment, held, keep, micro_batches):
         total = totals[kind, axis, purpose]
-        total[0] += 1
-        total[1] += nbytes
-        total[2] += float(wire_bytes(kind, nbytes, assignment.mesh.degree(axis)))
-        total[3] += prices.collective_seconds(kind, axis, nbytes)
+        total[0] += times
+        total[1] += times * nbytes
+        total[2] += times * float(wire_bytes(kind, nbytes, assignment.mesh.degree(axis)))
+        total[3] += times * prices.collective_seconds(kind, axis, nbytes)
     return tuple(
         Collective(kind, axis, purpose, int(t[0]), int(t[1]), int(t[2]), t[3])
         for (kind, axis, purpose), t in sorted(totals.items())
     )
 
 
-def _issued(captured: Captured, operators: Operators, assignment: Assignment, held: Kept) -> Iterable[_Issued]:
-    """Every collective of both directions, those of a bucket as one."""
+def _issued(
+    captured: Captured,
+    operators: Operators,
+    assignment: Assignment,
+    held: Kept,
+    keep: Mapping[str, Keeping],
+    micro_batches: int,
+) -> Iterable[tuple[_Issued, int]]:
+    """Every collective of both directions, those of a bucket as one, and how many times it is issued."""
     named = [(p.name, p.placeholder, p.gradient) for p in captured.parameters]
     reader = Pieces(operators, assignment.mesh, named)
     first = list(transfers(operators, output_values(captured), assignment))
     own = {(transfer.value, step) for transfer in first if transfer.backward for step in transfer.steps}
-    pieces: tuple[list[Piece], list[Piece]] = ([], [])
+    before = {(transfer.value, step) for transfer in first if not transfer.backward for step in transfer.steps}
+    pieces: dict[tuple[bool, int], list[Piece]] = defaultdict(list)  # by direction, and how often
     for transfer in (*first, *held.transfers.values()):
         again = held.transfers.get((transfer.value, transfer.target)) is transfer
         for step, piece in zip(transfer.steps, reader.of(transfer), strict=True):
             if step.kind in LOCAL or (again and (transfer.value, step) in own):
                 continue
             if piece is not None:
-                pieces[again or transfer.backward].append(piece)
+                backward, kept = again or transfer.backward, keep[piece.name]
+                if piece.purpose == "gradients":
+                    pieces[backward, 1 if kept.gradient == "step" else micro_batches].append(piece)
+                elif kept.copy == "use" or not backward or (transfer.value, step) not in before:
+                    pieces[backward, 1 if kept.copy == "step" else micro_batches].append(piece)
                 continue
             nbytes = whole_elements(step, assignment.mesh, transfer.spec.shape) * transfer.spec.dtype.itemsize
-            yield step.kind, step.axis, _purpose(transfer, reader), nbytes
-    for direction in pieces:
-        for places in buckets(direction):
-            whole = merged([direction[i] for i in places])
-            yield whole.kind, whole.axis, whole.purpose, whole.nbytes
+            yield (step.kind, step.axis, _purpose(transfer, reader), nbytes), 1
+    for (_, times), phase in pieces.items():
+        for places in buckets(phase):
+            whole = merged([phase[i] for i in places])
+            yield (whole.kind, whole.axis, whole.purpose, whole.nbytes), times
 
 
 def _purpose(transfer: Transfer, reader: Pieces) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import nn
 
-from autopar.capture.graph import Captured
+from autopar.capture.graph import Captured, Parameter
 from autopar.cluster import Cluster
 from autopar.errors import HintError, InfeasibleError
 from autopar.garbage import collecting_later
@@ -19,13 +19,14 @@ from autopar.plan import Alternative, ParameterPlan, Plan
 from autopar.report.describe import describe_layers, describe_replicated
 from autopar.report.units import bytes_text
 from autopar.schedule import check_schedule, runs
-from autopar.sharding.layout import Mesh
+from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.operators import Operators
 from autopar.sharding.recompute import forward_blocks
+from autopar.sharding.zero import Zero
 from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.pipeline import Pipeline, make_pipeline, units
 from autopar.solver.program import solve
-from autopar.solver.space import Pins
+from autopar.solver.space import DATA_AXIS, Pins
 from autopar.solver.spmd import Solved, account, make_program, read
 from autopar.workload import Workload
 
@@ -43,7 +44,7 @@ FILLING = 4
 @dataclass(frozen=True)
 class _Task:
     """What every candidate is solved for; ``recompute`` is what all of them make again, ``pipeline`` the one of which
-    they are a stage."""
+    they are a stage, ``zero`` what happens to parameters that rest sharded."""
 
     captured: Captured
     operators: Operators
@@ -51,6 +52,7 @@ class _Task:
     workload: Workload
     recompute: str = "none"
     pipeline: Pipeline | None = None
+    zero: Zero = Zero()  # noqa: RUF009  frozen
 
     def solve(self, mesh: Mesh, pins: Pins, budget: float) -> Solved | None:
         """The fastest assignment on ``mesh`` that keeps at most ``budget`` bytes a device, or None.
@@ -68,7 +70,15 @@ class _Task:
                 return None
             assignment = space.assignment(solution.options)
             solved = account(
-                self.captured, self.operators, assignment, self.cluster, optimizer, solution, self.recompute
+                self.captured,
+                self.operators,
+                assignment,
+                self.cluster,
+                optimizer,
+                solution,
+                self.recompute,
+                self.zero,
+                pins.micro_batches,
             )
             if solved.peak_memory <= budget:
                 return solved
@@ -89,7 +99,15 @@ class _Task:
             return float("inf")
         assignment = space.assignment(solution.options)
         solved = account(
-            self.captured, self.operators, assignment, self.cluster, optimizer, solution, self.recompute
+            self.captured,
+            self.operators,
+            assignment,
+            self.cluster,
+            optimizer,
+            solution,
+            self.recompute,
+            self.zero,
+            pins.micro_batches,
         )
         return max(solution.memory, solved.peak_memory)
 
@@ -141,17 +159,25 @@ def _check_micro_batches(hints: Hints, batch: int, found: list[Mesh]) -> None:
         )
 
 
+def memory_budget(cluster: Cluster, hints: Hints) -> float:
+    """Bytes a device that a plan may take."""
+    return min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
+
+
 @collecting_later()
-def search(model: nn.Module, captured: Captured, cluster: Cluster, workload: Workload, hints: Hints) -> Plan:
-    """The fastest plan that fits. Raises HintError and InfeasibleError."""
+def search(
+    model: nn.Module, captured: Captured, cluster: Cluster, workload: Workload, hints: Hints, reserve: int = 0
+) -> Plan:
+    """The fastest plan whose ``memory`` leaves ``reserve`` bytes free. Raises HintError and InfeasibleError."""
     shapes = {name: p.spec.shape for p in captured.parameters for name in (p.name, *p.aliases)}
     check_hints(hints, cluster.size, shapes)
     operators = read(captured)
     pipeline = make_pipeline(captured, operators, cluster, hints)
-    task = _Task(captured, operators, cluster, workload, hints.recompute or "none", pipeline)
+    zero = Zero(hints.zero, hints.reshard_after_forward is not False)
+    task = _Task(captured, operators, cluster, workload, hints.recompute or "none", pipeline, zero)
     check_recompute(task.recompute, len(forward_blocks(task.operators)))
     pins = hint_pins(captured, hints)
-    budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
+    budget = memory_budget(cluster, hints) - reserve
     batch = workload.global_batch or 1
     _check_micro_batches(hints, batch, meshes(cluster.size, hints))
     counted = [(mesh, micro_batches(mesh, hints, batch, pipeline)) for mesh in meshes(cluster.size, hints)]
@@ -249,13 +275,18 @@ def _no_plan(task: _Task, hints: Hints, pins: Pins, budget: float) -> HintError 
     )
 
 
+def _parameter_plan(p: Parameter, storage: Layout, zero: Zero) -> ParameterPlan:
+    kept = zero.keeping(DATA_AXIS in storage.split_axes, p.master is not None)
+    return ParameterPlan(p.spec.shape, storage, kept.copy, kept.gradient)
+
+
 def _plan(
     model: nn.Module, task: _Task, hints: Hints, best: Solved, alternatives: tuple[Alternative, ...], bound: float
 ) -> Plan:
     batch = task.workload.global_batch or 1
     count = micro_batches(best.mesh, hints, batch, task.pipeline)
     parameters = {
-        p.name: ParameterPlan(p.spec.shape, best.assignment.sources[p.placeholder]) for p in task.captured.parameters
+        p.name: _parameter_plan(p, best.assignment.sources[p.placeholder], task.zero) for p in task.captured.parameters
     }
     return Plan(
         model=type(model).__name__,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from autopar.capture.blocks import first_of
-from autopar.capture.graph import Captured
+from autopar.capture.graph import Captured, Parameter
 from autopar.cluster import Cluster
 from autopar.garbage import collecting_later
 from autopar.plan import Collective
@@ -16,6 +17,7 @@ from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operator, Operators, read_operators
 from autopar.sharding.recompute import Kept, kept, made_again
 from autopar.sharding.rule import work_share
+from autopar.sharding.zero import Keeping, Zero
 from autopar.solver.collectives import collectives
 from autopar.solver.costs import Prices, local_work, price, state_bytes
 from autopar.solver.program import Floats, Program, Solution, solve
@@ -103,13 +105,17 @@ def account(
     optimizer: str,
     solution: Solution,
     recompute: str = "none",
+    zero: Zero = Zero(),  # noqa: B008  frozen
+    micro_batches: int = 1,
 ) -> Solved:
-    """Price an assignment by what the shard pass will emit for it, and by what ``recompute`` makes again."""
+    """Price an assignment by what the shard pass will emit for it, by what ``recompute`` makes again, and by how long
+    ``zero`` keeps copies and how often it reduces gradients over ``micro_batches``."""
     mesh = assignment.mesh
     prices = Prices(cluster, mesh)
     held = kept(operators, assignment, made_again(operators, recompute))
     calls = [*operators, *(operators.by_node[node] for node in held.operators)]
-    issued = collectives(captured, operators, assignment, prices, held)
+    keep = {p.name: zero.keeping(_is_sharded(p, assignment), p.master is not None) for p in captured.parameters}
+    issued = collectives(captured, operators, assignment, prices, held, keep, micro_batches)
     breakdown = {
         "compute": float(_seconds(calls, operators, assignment, prices).sum()),
         "exposed communication": sum(c.seconds for c in issued),
@@ -121,12 +127,17 @@ def account(
         mesh,
         assignment,
         breakdown,
-        _memory(captured, operators, assignment, optimizer, held),
+        _memory(captured, operators, assignment, optimizer, held, keep, micro_batches),
         issued,
         min(solution.bound, sum(breakdown.values())),
         local / flops if flops else 1.0,
-        3 if any(DATA_AXIS in assignment.sources[p.placeholder].split_axes for p in captured.parameters) else 0,
+        (zero.stage or 3) if any(_is_sharded(p, assignment) for p in captured.parameters) else 0,
     )
+
+
+def _is_sharded(p: Parameter, assignment: Assignment) -> bool:
+    """Whether a parameter rests sharded over the data axis."""
+    return DATA_AXIS in assignment.sources[p.placeholder].split_axes
 
 
 def _seconds(calls: list[Operator], operators: Operators, assignment: Assignment, prices: Prices) -> Floats:
@@ -145,14 +156,28 @@ def _seconds(calls: list[Operator], operators: Operators, assignment: Assignment
 
 
 def _memory(
-    captured: Captured, operators: Operators, assignment: Assignment, optimizer: str, held: Kept
+    captured: Captured,
+    operators: Operators,
+    assignment: Assignment,
+    optimizer: str,
+    held: Kept,
+    keep: Mapping[str, Keeping],
+    micro_batches: int,
 ) -> dict[str, int]:
-    """Bytes a device by kind."""
+    """Bytes a device by kind; ``copies`` are those of parameters that live longer than one use."""
     totals: dict[str, float] = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
+    copies = 0
     for p in captured.parameters:
         local = assignment.sources[p.placeholder].local_bytes(assignment.mesh, p.spec) // p.spec.dtype.itemsize
         for kind, nbytes in state_bytes(local, p.storage_dtype, optimizer, p.gradient is not None).items():
             totals[kind] += nbytes
+        ranks = assignment.mesh.degree(DATA_AXIS) if _is_sharded(p, assignment) else 1
+        if keep[p.name].copy != "use":
+            copies += local * ranks * p.spec.dtype.itemsize
+        if keep[p.name].gradient == "step" and micro_batches > 1 and p.gradient is not None and optimizer != "none":
+            totals["gradients"] += local * (ranks - 1) * p.gradient.meta["val"].dtype.itemsize
+    if copies:
+        totals["copies"] = copies
     for value, layout in held.saved:
         totals["activations"] += layout.local_bytes(assignment.mesh, operators.specs[value])
     return {kind: int(nbytes) for kind, nbytes in totals.items()}
