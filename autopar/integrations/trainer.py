@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -27,6 +27,11 @@ from autopar.runtime.batches import check_alike, describe
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.process import host_group
 
+if TYPE_CHECKING:
+    from transformers import Trainer as _Mixed
+else:
+    _Mixed = object
+
 #: Training arguments that would do again what a plan does, or something that only works on one process, and what does
 #: it instead.
 _INSTEAD = {
@@ -39,13 +44,13 @@ _INSTEAD = {
     "parallelism_config": "Hints(tp=...)",
     "activation_checkpointing": "Hints(recompute=...)",
     "gradient_checkpointing": "Hints(recompute=...)",
-    "torch_compile": "nothing here",
+    "torch_compile": "graphs as they are emitted",
     "auto_find_batch_size": "Hints(memory_limit=...), and a plan that fits",
     "load_best_model_at_end": "from_pretrained of the best checkpoint when training is done",
 }
 
 
-class ParallelTrainerMixin:
+class ParallelTrainerMixin(_Mixed):
     """Before a Trainer class, ``class MyTrainer(ParallelTrainerMixin, SFTTrainer)``, it makes it one for a parallel
     module; `Trainer` is that for transformers' own.
 
@@ -63,18 +68,18 @@ class ParallelTrainerMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer does, for one process."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = _OneProcess
         self.gather_function = self.accelerator.gather_for_metrics
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of an optimizer step, of all processes together."""
-        return int(self._train_batch_size * args.gradient_accumulation_steps)  # type: ignore[attr-defined]
+        return int(self._train_batch_size * args.gradient_accumulation_steps)
 
     def _prepare_inputs(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch on its device. RuntimeFailure, on all ranks, unless it is the same on all: a dataset that shuffles
         by itself would train on a mixture that no batch ever was."""
-        found: Mapping[str, Any] = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        found: Mapping[str, Any] = super()._prepare_inputs(inputs)
         tensors = [t.cpu().contiguous() for t in pytree.tree_leaves(dict(found)) if isinstance(t, Tensor)]
         contents = hashlib.sha256()
         for tensor in tensors:
@@ -83,22 +88,22 @@ class ParallelTrainerMixin:
         return found
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        return _whole(super()._clip_grad_norm(model))  # type: ignore[misc]
+        return _whole(super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return _whole(super()._get_grad_norm(model, grad_norm))  # type: ignore[misc]
+        return _whole(super()._get_grad_norm(model, grad_norm))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Called by all ranks: what the Trainer writes, the weights by the module itself."""
-        folder = Path(output_dir or self.args.output_dir)  # type: ignore[attr-defined]
-        self.model.save_pretrained(folder)  # type: ignore[attr-defined]
-        if self.args.should_save:  # type: ignore[attr-defined]
-            if self.processing_class is not None:  # type: ignore[attr-defined]
-                self.processing_class.save_pretrained(folder)  # type: ignore[attr-defined]
-            torch.save(self.args, folder / "training_args.bin")  # type: ignore[attr-defined]
+        folder = Path(output_dir or self.args.output_dir)
+        self.model.save_pretrained(folder)
+        if self.args.should_save:
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+            torch.save(self.args, folder / "training_args.bin")
 
 
-class Trainer(ParallelTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+class Trainer(ParallelTrainerMixin, transformers.Trainer):
     """transformers' Trainer for what `autopar.parallelize` returns; all else is as there."""
 
 
@@ -116,7 +121,7 @@ def check(model: object, args: Any) -> None:
                'inputs="local"', "leave inputs out; per_device_train_batch_size is then the global batch")  # fmt: skip
     for name, instead in _INSTEAD.items():
         if getattr(args, name, None):
-            refuse(f"the training argument {name} would do what the plan does", f"in its place: {instead}",
+            refuse(f"the training argument {name} is for a model that is not split yet", instead,
                    f"{name}={getattr(args, name)!r}", f"leave {name} out")  # fmt: skip
     if getattr(args, "save_strategy", "no") != "no" and not args.save_only_model:
         refuse("the Trainer writes the optimizer state of one process only", "checkpoints of weights alone",
