@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -18,10 +20,12 @@ from autopar.arguments import (
     one_batch,
     refuse_optimizers,
 )
+from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.errors import InputError
 from autopar.hints import Hints
 from autopar.integrations.answers import answering
+from autopar.peak import with_peak
 from autopar.plan import Plan
 from autopar.runtime.initialize import initialize, materialize
 from autopar.runtime.module import ParallelModule
@@ -30,7 +34,7 @@ from autopar.runtime.process import agree, ensure_process_group
 from autopar.runtime.verify import VerifyReport, compare, real_batch
 from autopar.runtime.weights import load_from
 from autopar.solver.carry import shrink
-from autopar.solver.search import search
+from autopar.solver.search import memory_budget, search
 from autopar.specialize import MAKERS, capture_batch, specialize, specialize_step
 from autopar.workload import Workload
 
@@ -54,7 +58,7 @@ def plan(
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     workload, args, kwargs = one_batch(model, workload or Workload(), example_inputs, cluster.size)
     captured = capture_batch(model, args, kwargs, precision=workload.precision)
-    return search(model, captured, cluster, workload, hints or Hints())
+    return _that_fits(model, captured, cluster, workload, hints or Hints(), args, kwargs)
 
 
 def parallelize(
@@ -125,11 +129,30 @@ def verify(
     captured = capture_batch(whole, args, kwargs, precision=precision)
     if found is None:
         found = search(model, captured, where, workload, hints or Hints())
-    make = specialize if found.num_micro_batches == 1 else specialize_step
+    make = specialize if found.num_micro_batches == 1 and found.schedule is None else specialize_step
     special = make(whole, found, args, kwargs, captured=captured)
     notes = [] if is_for(found, model) else [f"the plan was made for another model ({found.model}) and carried by name"]
     optimizer = Workload.from_dict(found.workload).optimizer
     return compare(whole, special, args, kwargs, steps=steps, optimizer=optimizer, notes=tuple(notes))
+
+
+def _that_fits(
+    model: nn.Module,
+    captured: Captured,
+    cluster: Cluster,
+    workload: Workload,
+    hints: Hints,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Plan:
+    """The plan that the search finds, its peak known exactly; where that is too much, more is left free for it."""
+    reserve = 0
+    while True:
+        found = with_peak(search(model, captured, cluster, workload, hints, reserve), model, args, kwargs, captured)
+        over = found.peak_memory - memory_budget(cluster, hints)
+        if over <= 0:
+            return found
+        reserve += math.ceil(over)
 
 
 def _plan_together(

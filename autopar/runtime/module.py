@@ -21,16 +21,20 @@ from autopar.capture.hf_padding import padded
 from autopar.errors import InputError, RuntimeFailure
 from autopar.hints import parse_bytes
 from autopar.passes.bind import bind
+from autopar.passes.locate import homes
 from autopar.passes.partition import Program
 from autopar.plan import Plan
 from autopar.runtime.accumulate import Accumulator
 from autopar.runtime.batches import check_alike, describe, warn_of
 from autopar.runtime.cache import CACHE_SIZE, Cache, CacheEntry
+from autopar.runtime.clip import clip
 from autopar.runtime.outputs import Deferred, OutputTensor, stale
 from autopar.runtime.parameters import Fill, as_dtensor, layouts_of, own_pieces, parallel_tree
+from autopar.runtime.pipeline import make_pipeline, no_forward, parameter_names, shown
 from autopar.runtime.precision import inputs_as_used
 from autopar.runtime.process import agree, host_group, make_device_mesh, placements
 from autopar.runtime.program import Emitted, Makers, Specialization, StepProgram
+from autopar.runtime.release import run_and_release
 from autopar.runtime.save import gathered, save
 from autopar.runtime.step import run_step, step_inputs
 from autopar.workload import Workload
@@ -68,6 +72,7 @@ class _Step(torch.autograd.Function):
         program: Program = ctx.program
         assert program.backward is not None
         values = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
+        ctx.maybe_clear_saved_tensors()  # from here on the values alone are held, and the graph lets go of them
         used = {place for place, tangent in zip(program.results, tangents, strict=True) if tangent is not None}
         for place, tangent, empty in zip(program.results, tangents, ctx.empty, strict=True):
             output = special.captured.outputs[place]
@@ -78,6 +83,7 @@ class _Step(torch.autograd.Function):
         trained = [p.name for p in special.captured.parameters if p.gradient is not None]
         reached = {name for name in trained if used & special.reached[name]}
         inputs = [values[name] for name in program.backward_inputs]
+        values.clear()
         gradients = ctx.module._accumulator.backward(program, inputs, trained, reached)
         found: list[DTensor | None] = []
         for p in special.captured.parameters:
@@ -91,9 +97,10 @@ class _Step(torch.autograd.Function):
 
 
 def _local(special: Emitted, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
-    """This rank's pieces of the parameters, by the name under which they enter the program."""
+    """This rank's pieces of the parameters that it holds, by the name under which they enter the program."""
     names = [special.input_name(p.placeholder) for p in special.captured.parameters]
-    return {n: p.to_local() for n, p in zip(names, parameters, strict=True)}  # type: ignore[attr-defined]
+    held = zip(names, parameters, strict=True)
+    return {n: p.to_local() for n, p in held if isinstance(p, DTensor)}
 
 
 def _shorter(special: Specialization, place: int, length: int | None) -> torch.Size:
@@ -127,18 +134,22 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.__dict__["_original"] = None
         mesh = plan.mesh
-        device_mesh = make_device_mesh(mesh)
+        pipeline = make_pipeline(plan)
+        device_mesh = make_device_mesh(mesh) if pipeline is None else pipeline.stage_mesh
         storage = {name: p.storage for name, p in plan.parameters.items()}
-        pieces = fill(model, layouts_of(model, storage), mesh, dist.get_rank()) if fill is not None else None
-        tree = parallel_tree(model, storage, mesh, device_mesh, pieces)
-        for name, child in tree._modules.items():  # named_children would leave out a module's second name
+        held = pipeline.held(model) if pipeline is not None else list(dict(model.named_parameters()))
+        layouts = {name: layout for name, layout in layouts_of(model, storage).items() if name in held}
+        pieces = fill(model, layouts, mesh, dist.get_rank()) if fill is not None else None
+        tree = parallel_tree(model, storage, mesh, device_mesh, pieces, held)
+        own = tree if pipeline is None else shown(tree, held)
+        for name, child in own._modules.items():  # named_children would leave out a module's second name
             self.add_module(name, child)
-        for name, p in tree.named_parameters(recurse=False):
+        for name, p in own.named_parameters(recurse=False):
             self.register_parameter(name, p)
-        for name, b in tree.named_buffers(recurse=False):
-            self.register_buffer(name, b, persistent=name not in tree._non_persistent_buffers_set)
+        for name, b in own.named_buffers(recurse=False):
+            self.register_buffer(name, b, persistent=name not in own._non_persistent_buffers_set)
         self.__dict__.update(_original=tree, _storage=storage, plan=plan, mesh=mesh, device_mesh=device_mesh)
-        self.__dict__.update(_makers=makers, _inputs=inputs, _cache=Cache(), _told=set())
+        self.__dict__.update(_pipeline=pipeline, _makers=makers, _inputs=inputs, _cache=Cache(), _told=set())
         self.__dict__.update(_programs=weakref.WeakKeyDictionary(), _keeps_all=False)
         device = torch.device(device_mesh.device_type)
         self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
@@ -202,9 +213,9 @@ class ParallelModule(nn.Module):
             optimizer.zero_grad()
 
         Takes what ``forward`` takes; nothing else that the model returns is computed. A batch of another size than the
-        plan's runs in micro-batches that are no larger. With a `grad_scaler` gradients are scaled by it, the loss is not.
-        Raises InputError if the model returns no loss, MicroBatchError
-        if it mixes samples, RuntimeFailure inside of `accumulate` or, on every rank, if ranks differ.
+        plan's runs in micro-batches that are no larger. With a `grad_scaler` gradients are scaled by it, the loss is
+        not. Raises InputError if the model returns no loss, MicroBatchError if it mixes samples, RuntimeFailure inside
+        of `accumulate` or, on every rank, if ranks differ.
         """
         if self._accumulator.active:
             raise RuntimeFailure(
@@ -226,10 +237,14 @@ class ParallelModule(nn.Module):
                 given[name] = self.grad_scaler.scale(given[name])
             parameters = [self._original.get_parameter(p.name) for p in program.captured.parameters]
             given.update(_local(program, parameters))
-            results, gradients = run_step(program.phases, given, each, lambda module, values: module(*values))
+            if self._pipeline is None:
+                results, gradients = run_step(program.phases, given, each, run_and_release)
+            else:
+                results, gradients = self._pipeline.step(program, given, each, self._bind)
             trained = [p for p in program.captured.parameters if p.gradient is not None]
             for p, gradient in zip(trained, gradients, strict=True):
-                self._add_gradient(program, p, gradient)
+                if gradient is not None:
+                    self._add_gradient(program, p, gradient)
             self._update_buffers(program, dict(zip(program.places, results, strict=True)))
         return results[program.places.index(program.loss)]
 
@@ -242,6 +257,23 @@ class ParallelModule(nn.Module):
             parameter.grad = gradient
         else:
             parameter.grad += gradient
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_`` on all parameters: one norm over all ranks and pipeline stages, every
+        element counted once, which is returned. Every rank must call it; with a scaler after ``scaler.unscale_``.
+        Raises InputError for a norm that is none, RuntimeFailure if it is not finite and ``error_if_nonfinite``."""
+        gradients: dict[str, DTensor] = {n: p.grad for n, p in self.named_parameters() if isinstance(p.grad, DTensor)}
+        counted = [g for name, g in gradients.items() if self._counts(name)]
+        device = torch.device(self.device_mesh.device_type)
+        return clip(list(gradients.values()), counted, max_norm, norm_type, error_if_nonfinite, device)
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank counts a parameter: of pipeline stages that share one the first does."""
+        if self._pipeline is None:
+            return True
+        return min(homes(parameter_names(self._original)[name], self.plan.stages)) in self._pipeline.own
 
     def dtensor(self, piece: Tensor, layout: Any, shape: Sequence[int]) -> DTensor:
         """A rank's piece in ``layout`` as a DTensor of global ``shape``."""
@@ -282,10 +314,12 @@ class ParallelModule(nn.Module):
         device = self.device_mesh.device_type
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (args, kwargs))
         args, kwargs, length = self._padded(args, kwargs)
+        if self._pipeline is not None and self.training and torch.is_grad_enabled():
+            raise no_forward()
         special = self.specialization(args, kwargs)
         given = self._given(special, args, kwargs)
         parameters = [self._original.get_parameter(p.name) for p in special.captured.parameters]
-        if not torch.is_grad_enabled() or special.program.backward is None:
+        if not torch.is_grad_enabled() or special.program.backward is None or self._pipeline is not None:
             results = dict(enumerate(self._evaluate(special, given, parameters)))
         else:
             defer = self.training and not self._keeps_all
@@ -327,8 +361,11 @@ class ParallelModule(nn.Module):
         self, special: Specialization, given: dict[str, Tensor], parameters: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """All results, by a program that keeps nothing for a backward."""
-        program = self._bound(special, Specialization.evaluation)
         values = {**given, **_local(special, parameters)}
+        if self._pipeline is not None:
+            found: tuple[Tensor, ...] = self._pipeline.evaluate(special, values, self._bind)
+            return found
+        program = self._bound(special, Specialization.evaluation)
         return program.forward(*(values[name] for name in program.forward_inputs))
 
     @torch.no_grad()
@@ -445,9 +482,10 @@ class ParallelModule(nn.Module):
         program = self._makers.step(
             self._original, self.plan, args, kwargs, training=self.training, inputs=self._inputs
         )
-        self._compare(program.phases.hash())
-        for phase in program.phases.all():
-            self._bind(phase.module)
+        self._compare(program.hash())
+        if self._pipeline is None:
+            for phase in program.phases.all():
+                self._bind(phase.module)
         return program
 
     def _bind(self, graph: fx.GraphModule) -> None:

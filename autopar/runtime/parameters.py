@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,16 +58,21 @@ def parallel_tree(
     mesh: Mesh,
     device_mesh: DeviceMesh,
     pieces: Pieces | None = None,
+    held: Collection[str] | None = None,
 ) -> nn.Module:
     """A copy of ``model`` whose parameters are DTensors and whose buffers are on the device; the model stays as it is.
 
     ``storage`` gives layouts by parameter name; tied parameters stay one. ``pieces`` are this rank's of a model on the
-    meta device; without them every rank has the whole model.
+    meta device; without them every rank has the whole model. Parameters that are not ``held`` (None: all are) stay on
+    the meta device.
     """
     memo: dict[int, object] = {}
     layouts, device = layouts_of(model, storage), device_mesh.device_type
     for name, p in model.named_parameters():
-        if pieces is None:
+        tensor: Tensor
+        if held is not None and name not in held:
+            tensor = torch.empty_like(p, device="meta")
+        elif pieces is None:
             tensor = distribute(p, layouts[name], mesh, device_mesh)
         else:
             tensor = as_dtensor(pieces.parameters[name].to(device), layouts[name], mesh, device_mesh, p.shape)

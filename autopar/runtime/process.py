@@ -37,7 +37,8 @@ def ensure_process_group() -> None:
 
 
 def make_device_mesh(mesh: Mesh) -> DeviceMesh:
-    """The device mesh of all ranks. PlanError if their number is not the mesh's."""
+    """The device mesh of all ranks, or with an axis pp first that of all stages. PlanError if the number of ranks is
+    not the mesh's."""
     world = dist.get_world_size()
     if world != mesh.size:
         degrees = " x ".join(f"{axis}={n}" for axis, n in mesh.axes)
@@ -48,9 +49,18 @@ def make_device_mesh(mesh: Mesh) -> DeviceMesh:
             change=f"run torchrun with {mesh.size} processes in all, or plan again",
         )
     found = init_device_mesh(device_type(), mesh.sizes, mesh_dim_names=mesh.names)
-    if all(n > 1 for n in mesh.sizes):
-        flatten(found)  # lets DTensor reduce over both axes at once, as clip_grad_norm_ does
-    return found
+    return found if "pp" in mesh.names else _flattened(found)
+
+
+def stage_mesh(whole: DeviceMesh, mesh: Mesh) -> DeviceMesh:
+    """The part of a device mesh with an axis pp that is this rank's stage, of the axes of ``mesh``."""
+    return _flattened(whole[mesh.names])
+
+
+def _flattened(mesh: DeviceMesh) -> DeviceMesh:
+    if all(n > 1 for n in mesh.shape):
+        flatten(mesh)  # lets DTensor reduce over both axes at once, as clip_grad_norm_ does
+    return mesh
 
 
 def host_group() -> dist.ProcessGroup | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.passes.phases import Phase
 from autopar.passes.pipeline import Stage
 from autopar.runtime.program import StepProgram
 from autopar.runtime.step import Combine, Run, combine, run_phase
@@ -17,7 +16,7 @@ class StageRun:
 
     ``given`` are the inputs that all micro-batches share, by name, ``micro_batches`` those of each, ``sums`` the
     reductions of `Phases.sums`. What the stages before and after compute is put into ``values`` of the micro-batch
-    before it is read. ``ran`` counts the graphs that were run, by kind of action.
+    before it is read.
     """
 
     def __init__(
@@ -34,7 +33,6 @@ class StageRun:
         self._sums: dict[str, Any] = {}
         self.values: list[dict[str, Any]] = [{} for _ in micro_batches]
         self._handed_on: dict[tuple[str, int], dict[str, Any]] = {}
-        self.ran = {"F": 0, "B": 0, "I": 0, "W": 0}
 
     def begin(self) -> None:
         """What is made once a step before the first forward."""
@@ -56,15 +54,23 @@ class StageRun:
             "I": (stage.input, stage.weight.inputs, stage.sends_back),
             "W": (stage.weight, (), ()),
         }[kind]
-        values = {**self.values[micro_batch], **self._call(phase, micro_batch)}
-        self._add({name: value for name, value in values.items() if name in stage.left})
-        self.values[micro_batch] = {name: values[name] for name in kept if name in values}
-        self._handed_on[kind, micro_batch] = {name: values[name] for name in sends}
-        self.ran[kind] += 1
+        values = self.values[micro_batch]
+        here = {**self._given, **self._batches[micro_batch], **values}
+        inputs = [here[name] for name in phase.inputs]
+        passed = {name: values[name] for name in (*kept, *sends) if name in values}
+        here.clear()  # what the forward saved is held by the list alone, which may be emptied as it is used
+        values.clear()
+        values.update({name: passed[name] for name in kept if name in passed})
+        found = passed | dict(zip(phase.outputs, self._run(phase.module, inputs), strict=True))
+        self._add({name: found[name] for name in phase.outputs if name in stage.left})
+        values.update({name: found[name] for name in kept if name in found})
+        if kind != "W":
+            self._handed_on["F" if kind == "F" else "B", micro_batch] = {name: found[name] for name in sends}
 
-    def hand_on(self, kind: str, micro_batch: int) -> dict[str, Any]:
-        """What an action that has run has for a neighbour, by name; given out once."""
-        return self._handed_on.pop((kind, micro_batch))
+    def hand_on(self, way: str, micro_batch: int) -> dict[str, Any]:
+        """What a forward (``way`` F) has for the next stage, or a backward (B) for the one before, by name; given out
+        once."""
+        return self._handed_on.pop((way, micro_batch))
 
     def end(self) -> dict[str, Any]:
         """Results and gradients of the step, as far as they come to be here, by name."""
@@ -72,10 +78,6 @@ class StageRun:
         if self.stage.finish is not None:
             values.update(run_phase(self._run, self.stage.finish, values))
         return {name: values[name] for name in (*self.stage.results, *self.stage.gradients)}
-
-    def _call(self, phase: Phase, micro_batch: int) -> dict[str, Any]:
-        here = {**self._given, **self._batches[micro_batch], **self.values[micro_batch]}
-        return run_phase(self._run, phase, here)
 
     def _add(self, found: Mapping[str, Any]) -> None:
         """Add what a micro-batch leaves for the end of the step to what the others have left."""
@@ -102,11 +104,10 @@ def run_pipeline(
     for step in global_order(rows, len(stages)):
         for action in step:
             every[action.stage].act(action.kind, action.micro_batch)
-        for action in step:
-            handed_on = every[action.stage].hand_on(action.kind, action.micro_batch)
+        for s, kind, m in [(a.stage, a.kind, a.micro_batch) for a in step if a.kind != "W"]:
+            handed_on = every[s].hand_on("F" if kind == "F" else "B", m)
             if handed_on:
-                to = every[action.stage + (1 if action.kind == "F" else -1)]
-                to.values[action.micro_batch].update(handed_on)
+                every[s + (1 if kind == "F" else -1)].values[m].update(handed_on)
     found: dict[str, Any] = {}
     for one in every:
         for name, value in one.end().items():

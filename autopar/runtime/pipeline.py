@@ -1,0 +1,265 @@
+"""The pipeline of a parallel module: which parameters a rank holds, and how its stages run a step or an evaluation."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from autopar._compat import start_p2p
+from autopar.errors import RuntimeFailure
+from autopar.passes.locate import homes
+from autopar.passes.phases import Phases
+from autopar.passes.phases import cut as cut_phases
+from autopar.passes.pipeline import Stage
+from autopar.passes.pipeline import cut as cut_stages
+from autopar.plan import Plan
+from autopar.runtime.process import make_device_mesh, stage_mesh
+from autopar.runtime.program import Emitted, Specialization, StepProgram
+from autopar.runtime.release import run_and_release
+from autopar.runtime.shapes import shapes_of
+from autopar.runtime.stages import StageRun
+from autopar.runtime.step import combine
+from autopar.runtime.transport import Channel, execute
+from autopar.schedule import stage_ranks, torch_order
+from autopar.sharding.layout import Mesh, TensorSpec
+
+
+def parameter_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All names of every parameter, by the first."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return {found[0]: tuple(found) for found in names.values()}
+
+
+def shown(tree: nn.Module, held: Iterable[str]) -> nn.Module:
+    """A copy of a module tree, of the same parameters and buffers, without those that are not ``held``."""
+    kept = set(held)
+    named = dict(tree.named_parameters())
+    lost = {id(p) for name, p in named.items() if name not in kept}
+    memo: dict[int, Any] = {id(t): t for t in (*named.values(), *tree.buffers())}
+    found = copy.deepcopy(tree, memo)
+    for module in found.modules():
+        for name, p in list(module._parameters.items()):
+            if id(p) in lost:
+                del module._parameters[name]
+    return found
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A program made ready for this rank: all stages, the specs of what travels between them, by name, and the names of
+    its results."""
+
+    stages: tuple[Stage, ...]
+    specs: dict[str, TensorSpec]
+    results: tuple[str, ...]
+
+
+def make_pipeline(plan: Plan) -> Pipeline | None:
+    """The pipeline of a plan; None if it has none. PlanError if the plan is for another number of ranks."""
+    return None if plan.schedule is None else Pipeline(plan)
+
+
+def no_forward() -> RuntimeFailure:
+    """The error for a forward in training."""
+    return RuntimeFailure(
+        "a model in a pipeline is trained by train_step",
+        expected="loss = model.train_step(**batch), which runs forward and backward of all micro-batches",
+        found="model(**batch) in training mode with gradients",
+        change="call train_step, then optimizer.step(); to evaluate, model.eval() or torch.no_grad()",
+    )
+
+
+class Pipeline:
+    """This rank's place in the pipeline of ``plan``; ``stage_mesh`` is the device mesh of its stages.
+
+    Copies of a module share it: it holds process groups, and no tensors between steps.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        assert plan.schedule is not None
+        mesh = make_device_mesh(Mesh((("pp", plan.degrees["pp"]), *plan.mesh.axes)))
+        self.plan, self.group, self.stage_mesh = plan, mesh.get_group("pp"), stage_mesh(mesh, plan.mesh)
+        self.ranks = stage_ranks(plan.schedule, plan.degrees["pp"], len(plan.stages))
+        self.rank = dist.get_rank(self.group)
+        self.own = [s for s, rank in enumerate(self.ranks) if rank == self.rank]
+        self.device = torch.device(mesh.device_type)
+        #: Groups of ranks that share a parameter, by their places on the pp axis.
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(plan.degrees["pp"])): self.group}
+        self._loaded: weakref.WeakKeyDictionary[Emitted, _Loaded] = weakref.WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        return self
+
+    def held(self, model: nn.Module) -> list[str]:
+        """The parameters of ``model`` that this rank's stages have, by first name."""
+        names = parameter_names(model).items()
+        return [first for first, every in names if homes(every, self.plan.stages).intersection(self.own)]
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def _load(
+        self,
+        program: Emitted,
+        stages: tuple[Stage, ...],
+        phases: Phases,
+        given: Mapping[str, Tensor],
+        bind: Callable[[fx.GraphModule], None],
+    ) -> _Loaded:
+        """Make a program ready: find the specs of what travels when ``phases`` run, and ``bind`` what this rank runs.
+        ``given`` are the inputs of a micro-batch, by name."""
+        mesh, specs = program.assignment.mesh, {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in given.items()}
+        for p in program.captured.parameters:
+            shape = program.assignment.sources[p.placeholder].local_shape(mesh, p.spec.shape)
+            specs[program.input_name(p.placeholder)] = TensorSpec(shape, p.storage_dtype)
+        travels = [name for stage in stages for name in (*stage.receives, *stage.receives_back)]
+        known = {name: specs[name] for name in travels if name in specs}
+        found = shapes_of(phases.all(), specs, [name for name in travels if name not in known])
+        for s in self.own:
+            for phase in stages[s].phases:
+                bind(phase.module)
+        loaded = self._loaded[program] = _Loaded(stages, known | found, phases.results)
+        return loaded
+
+    # -- parameters of several stages ---------------------------------------------------------------------------------
+
+    def _places(self, program: StepProgram, gradient: str) -> tuple[int, ...]:
+        """The ranks of the pp axis that hold a parameter or a part of its gradient."""
+        trained = [p for p in program.captured.parameters if p.gradient is not None]
+        p = trained[program.phases.gradients.index(gradient)]
+        stages = set(homes((p.name, *p.aliases), self.plan.stages))
+        stages |= {s for s, stage in enumerate(program.stages) if gradient in stage.gradients}
+        return tuple(sorted({self.ranks[s] for s in stages}))
+
+    def _group_of(self, places: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of the ranks at ``places`` of this rank's pipeline. Every rank must make the first call."""
+        if places not in self._groups:
+            size = self.plan.mesh.size
+            made = [dist.new_group([place * size + i for place in places]) for i in range(size)]
+            self._groups[places] = made[dist.get_rank() % size]
+        return self._groups[places]
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        program: StepProgram,
+        given: Mapping[str, Tensor],
+        micro_batches: Sequence[Mapping[str, Tensor]],
+        bind: Callable[[fx.GraphModule], None],
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Results and gradients of a step, as `run_step` gives them; results on every rank, gradients of the parameters
+        that this rank holds, None for others. ``given`` has of parameters those that it holds."""
+        sums, inputs = program.phases.sums, {**given, **micro_batches[0]}
+        loaded = self._loaded.get(program) or self._load(program, program.stages, program.phases, inputs, bind)
+        runs = {s: StageRun(loaded.stages[s], sums, given, micro_batches, run_and_release, combine) for s in self.own}
+        for run in runs.values():
+            run.begin()
+        channels = self._channels(loaded, runs)
+        order = torch_order(program.schedule, program.pp, len(loaded.stages), program.count)
+        execute(channels, order, program.count)
+        found: dict[str, Tensor] = {}
+        for run in runs.values():
+            for name, value in run.end().items():
+                found[name] = found[name] + value if name in found else value
+        results = self._everywhere(program, loaded.stages, program.phases.results, program.places, found)
+        return results, self._gradients(program, found)
+
+    def _channels(self, loaded: _Loaded, runs: Mapping[int, StageRun]) -> list[Channel]:
+        channels = []
+        for s, run in runs.items():
+            channel = Channel(s, loaded.stages[s], loaded.specs, self.ranks, self.device, self.group)
+            channel.run = run
+            channels.append(channel)
+        return channels
+
+    def _gradients(self, program: StepProgram, found: Mapping[str, Tensor]) -> list[Tensor | None]:
+        """The gradients of the parameters that this rank holds, those of several ranks summed up."""
+        gradients = list[Tensor | None]()
+        trained = [p for p in program.captured.parameters if p.gradient is not None]
+        for p, name in zip(trained, program.phases.gradients, strict=True):
+            places = self._places(program, name)
+            group = self._group_of(places) if len(places) > 1 else None
+            if group is not None and self.rank in places:
+                assert p.gradient is not None
+                shape = program.assignment.sources[p.placeholder].local_shape(program.assignment.mesh, p.spec.shape)
+                own = found.get(name, torch.zeros(shape, dtype=p.gradient.meta["val"].dtype, device=self.device))
+                total = own.clone(memory_format=torch.contiguous_format)
+                dist.all_reduce(total, group=group)
+                found = {**found, name: total}
+            held = self.rank in {self.ranks[s] for s in homes((p.name, *p.aliases), self.plan.stages)}
+            gradients.append(found[name] if held else None)
+        return gradients
+
+    def _everywhere(
+        self,
+        program: Emitted,
+        stages: Sequence[Stage],
+        names: Sequence[str],
+        places: Sequence[int],
+        found: Mapping[str, Tensor],
+    ) -> list[Tensor]:
+        """Results on every rank, from the ranks that have them. ``places`` are those among the captured outputs."""
+        results, mesh = [], program.assignment.mesh
+        for name, place in zip(names, places, strict=True):
+            source = next(self.ranks[s] for s, stage in enumerate(stages) if name in stage.results)
+            if source == self.rank:
+                result = found[name].contiguous()
+            else:
+                val = program.captured.outputs[place].node.meta["val"]
+                shape = program.assignment.sinks[place].local_shape(mesh, val.shape)
+                result = torch.empty(shape, dtype=val.dtype, device=self.device)
+            dist.broadcast(result, group=self.group, group_src=source)
+            results.append(result)
+        return results
+
+    def evaluate(
+        self, special: Specialization, given: Mapping[str, Tensor], bind: Callable[[fx.GraphModule], None]
+    ) -> tuple[Tensor, ...]:
+        """All results of a forward, on every rank; ``given`` are its inputs, of parameters those that this rank
+        holds."""
+        if special not in self._loaded:
+            inputs = [special.sharded.inputs[node] for node in special.captured.inputs]
+            places = range(len(special.sharded.results))
+            forward = replace(special.sharded, gradients=())
+            phases = cut_phases(forward, special.assignment.mesh, inputs, results=places, merge=False)
+            held = {
+                special.input_name(p.placeholder): homes((p.name, *p.aliases), special.units)
+                for p in special.captured.parameters
+            }
+            stages = cut_stages(phases, special.units, held, [node.name for node in inputs])
+            self._load(special, stages, phases, given, bind)
+        loaded = self._loaded[special]
+        names = loaded.results
+        runs = {s: StageRun(loaded.stages[s], {}, given, [{}], run_and_release, combine) for s in self.own}
+        found = self._forward(self._channels(loaded, runs))
+        return tuple(self._everywhere(special, loaded.stages, names, range(len(names)), found))
+
+    def _forward(self, channels: Sequence[Channel]) -> dict[str, Tensor]:
+        """Run this rank's stages forward, in order; what they end with, by name."""
+        here, sent, found = {c.stage_index: c for c in channels}, list[Any](), dict[str, Tensor]()
+        for s, channel in here.items():
+            run = channel.run
+            assert run is not None
+            run.begin()
+            if s > 0 and s - 1 not in here:
+                for work in start_p2p(channel.get_fwd_recv_ops(0)):
+                    work.wait()
+                run.values[0].update(channel.received.pop(("F", 0)))
+            run.act("F", 0)
+            if s + 1 in here:
+                here[s + 1].run.values[0].update(run.hand_on("F", 0))
+            elif s + 1 < len(self.ranks):
+                sent += start_p2p(channel.get_fwd_send_ops(0))
+            found |= run.end()
+        for work in sent:
+            work.wait()
+        return found
