@@ -1,0 +1,124 @@
+"""Every plan that hints can ask for computes what eager computes: all pairs of choices, every rank simulated.
+
+Fewer cases than there are combinations: each pair of choices that can go together is in one of them at least.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from dist.small_models import gpt2, llama, tokens
+from torch import nn
+
+import autopar
+from autopar import Hints
+from autopar.runtime.reference import exact_float64
+from autopar.schedule import SCHEDULES, runs
+
+SAMPLES, LENGTH = 16, 8
+
+#: All that a plan can choose. Two layers a rank of the longest pipeline would be eight; four give pp=4 one stage each
+#: and pp=2 two.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "model": ("llama, tied", "llama, untied", "gpt2, dropout"),
+    "pp": (1, 2, 4),
+    "schedule": (None, *SCHEDULES),
+    "tp": (1, 2),
+    "dp": (1, 2),
+    "zero": (0, 1, 2, 3, "3, not resharded"),
+    "recompute": ("none", "selective", "full", "full:1"),
+    "micro_batches": (1, 4, 8),
+}
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama, tied": lambda: llama(num_hidden_layers=4, tie_word_embeddings=True),
+    "llama, untied": lambda: llama(num_hidden_layers=4, tie_word_embeddings=False),
+    "gpt2, dropout": lambda: gpt2(0.1, layers=4),
+}
+
+Combination = dict[str, Any]
+
+
+def stages(schedule: str, pp: int) -> int:
+    """How many pipeline stages a schedule has here."""
+    return pp * (SCHEDULES[schedule] or 4 // pp)
+
+
+def is_possible(c: Combination) -> bool:
+    """Whether choices go together: a schedule needs a pipeline and enough layers and micro-batches; ZeRO needs dp."""
+    if (c["schedule"] is None) != (c["pp"] == 1) or (c["zero"] != 0 and c["dp"] == 1):
+        return False
+    if c["schedule"] is None:
+        return True
+    count = stages(c["schedule"], c["pp"])
+    return count <= 4 and runs(c["schedule"], c["pp"], count, c["micro_batches"])
+
+
+def pairs(c: Combination) -> set[tuple[Any, ...]]:
+    """The pairs of choices in a combination."""
+    return set(itertools.combinations(c.items(), 2))
+
+
+def covering() -> Iterator[Combination]:
+    """Few possible combinations that together have all pairs that any of them has."""
+    possible = [c for values in itertools.product(*CHOICES.values())
+                if is_possible(c := dict(zip(CHOICES, values, strict=True)))]  # fmt: skip
+    having = {i: pairs(c) for i, c in enumerate(possible)}
+    left = set().union(*having.values())
+    while left:
+        best = max(having, key=lambda i: len(having[i] & left))
+        left -= having.pop(best)
+        yield possible[best]
+
+
+CASES = list(covering())
+#: What runs by default: a pipeline and none.
+DEFAULT = (0, next(i for i, c in enumerate(CASES) if (c["pp"] == 1) != (CASES[0]["pp"] == 1)))
+
+
+def hints(c: Combination) -> Hints:
+    """The hints that ask for a combination."""
+    return Hints(
+        pp=c["pp"],
+        tp=c["tp"],
+        dp=c["dp"],
+        schedule=c["schedule"],
+        zero=3 if c["zero"] == "3, not resharded" else c["zero"],
+        reshard_after_forward=False if c["zero"] == "3, not resharded" else None,
+        recompute=c["recompute"],
+        micro_batch_size=SAMPLES // c["dp"] // c["micro_batches"],
+    )
+
+
+def test_pairs_are_covered() -> None:
+    """The cases are few, and have every choice."""
+    assert len(CASES) < 60
+    for name, values in CHOICES.items():
+        assert {c[name] for c in CASES} == set(values)
+
+
+@pytest.mark.parametrize("number", [
+    pytest.param(i, id=", ".join(f"{k}={v}" for k, v in c.items()), marks=[pytest.mark.slow] * (i not in DEFAULT))
+    for i, c in enumerate(CASES)
+])  # fmt: skip
+def test_a_plan_computes_what_eager_computes(number: int) -> None:
+    """Loss, gradients and the parameters after two steps, in float64; one micro-batch of the many has no label."""
+    c, batch = CASES[number], tokens(SAMPLES, LENGTH)
+    batch["labels"][: SAMPLES // c["micro_batches"] if c["micro_batches"] > 1 else 1] = -100
+    ranks = c["pp"] * c["dp"] * c["tp"]
+    with exact_float64():
+        model = MODELS[c["model"]]().double()
+        plan = autopar.plan(model, f"cpu:{ranks}", hints=hints(c), example_inputs=batch)
+        found = {"pp": plan.degrees["pp"], "tp": plan.degrees["tp"], "dp": plan.degrees["dp"],
+                 "schedule": plan.schedule, "recompute": plan.recompute,
+                 "micro_batches": plan.num_micro_batches}  # fmt: skip
+        assert found == {name: c[name] for name in found}
+        report = autopar.verify(model, f"cpu:{ranks}", hints=hints(c), example_inputs=batch, steps=2)
+    assert report.ok and report.bound <= 1e-10, str(report)
+    # a stage does a pp-th of the blocks, tp and dp split each of them; what is made again comes on top
+    again = 1.0 if c["recompute"] == "none" else 4 / 3
+    assert report.flops_share <= again * 1.1 / ranks, str(report)
+    assert {n: g.shape for n, g in report.gradients.items()} == {n: p.shape for n, p in model.named_parameters()}
