@@ -6,6 +6,7 @@ from autopar.hints import Hints
 from autopar.plan import Plan
 from autopar.runtime.checkpoint import TrainingState, latest_checkpoint
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.optimizers import WholeOptimizer
 from autopar.runtime.verify import VerifyReport
 from autopar.workload import Workload
 
@@ -18,6 +19,7 @@ __all__ = [
     "Plan",
     "TrainingState",
     "VerifyReport",
+    "WholeOptimizer",
     "Workload",
     "latest_checkpoint",
     "parallelize",

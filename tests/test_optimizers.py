@@ -1,0 +1,16 @@
+"""Optimizers, clipping and mixed precision on four real processes, and who owns whole parameters."""
+
+from __future__ import annotations
+
+import pytest
+from test_distributed import SCRIPTS, assert_all_ok, torchrun
+
+PARTS = ["by_element", "whole_matrices", "clipping", "mixed", "loss_scale"]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_optimizers_and_mixed_precision() -> None:
+    """SGD on pieces; Muon and Adafactor on whole parameters, to the last bit given the same gradients; one global norm;
+    bf16 with masters in the plain loop and in `train_step`; float16 with a scaler that overflows (``optimizers.py``)."""
+    assert_all_ok(torchrun(4, SCRIPTS / "optimizers.py", timeout=900), 4, PARTS)
