@@ -69,7 +69,12 @@ class Conversion:
     def _whole(self, node: fx.Node, read: Read) -> Any:
         """The whole value of a node, by running its operator."""
         if node in self._names or _rule(node) is not None:
-            return self._pull(node, whole(node.meta["val"].shape), read)
+            val = node.meta["val"]
+            found = self._pull(node, whole(val.shape), read)
+            if found.stride() == val.stride():
+                return found
+            # what runs on it, a view for instance, may need it to lie in memory as it did when it was traced
+            return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype).copy_(found)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: self._whole(source, read))
         target: Any = node.target
         return target(*args, **kwargs)
