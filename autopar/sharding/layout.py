@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -39,6 +40,10 @@ class Mesh:
         """Degrees, in the order of `names`."""
         return tuple(size for _, size in self.axes)
 
+    @cached_property
+    def _degrees(self) -> dict[str, int]:
+        return dict(self.axes)
+
     @property
     def size(self) -> int:
         """Number of ranks."""
@@ -46,7 +51,7 @@ class Mesh:
 
     def degree(self, axis: str) -> int:
         """Size of one axis."""
-        return dict(self.axes)[axis]
+        return self._degrees[axis]
 
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours on ``axis``."""
@@ -111,7 +116,10 @@ class Layout:
 
     def splits(self, mesh: Mesh, dim: int) -> int:
         """In how many pieces ``dim`` is cut."""
-        return math.prod(mesh.degree(axis) for axis in self.dims[dim])
+        pieces = 1
+        for axis in self.dims[dim]:
+            pieces *= mesh.degree(axis)
+        return pieces
 
     def local_shape(self, mesh: Mesh, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of one rank's piece of a tensor of ``shape``."""
@@ -123,7 +131,10 @@ class Layout:
 
     def local_bytes(self, mesh: Mesh, spec: TensorSpec) -> int:
         """Bytes of one rank's piece."""
-        return spec.bytes // math.prod(self.splits(mesh, d) for d in range(len(self.dims)))
+        pieces = 1
+        for axis in self.split_axes:
+            pieces *= mesh.degree(axis)
+        return spec.bytes // pieces
 
     def start_weights(self, mesh: Mesh, shape: Sequence[int]) -> list[int]:
         """Row-major [axes x dims] integers w with start[d] = sum_a coordinate[a] * w[a][d]: the global index of the

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -80,10 +81,11 @@ def _moves(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Step]
 
 
 def _numel(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in layout.local_shape(mesh, shape):
-        count *= size
-    return count
+    pieces = 1
+    for axes in layout.dims:
+        for axis in axes:
+            pieces *= mesh.degree(axis)
+    return math.prod(shape) // pieces
 
 
 def whole_elements(step: Step, mesh: Mesh, shape: tuple[int, ...]) -> int:
