@@ -25,6 +25,7 @@ from autopar.passes.locate import homes
 from autopar.passes.partition import Program
 from autopar.plan import Plan
 from autopar.runtime.accumulate import Accumulator
+from autopar.runtime.autocast import as_captured, autocast_state
 from autopar.runtime.batches import check_alike, describe, warn_of
 from autopar.runtime.cache import CACHE_SIZE, Cache, CacheEntry
 from autopar.runtime.clip import clip
@@ -54,7 +55,8 @@ class _Step(torch.autograd.Function):
         *parameters: DTensor,
     ) -> tuple[Tensor, ...]:
         values = {**given, **_local(special, parameters)}
-        outputs = program.forward(*(values[name] for name in program.forward_inputs))
+        with as_captured(module.device_mesh.device_type):
+            outputs = program.forward(*(values[name] for name in program.forward_inputs))
         results, saved = outputs[: program.num_results], outputs[program.num_results :]
         values.update(zip(program.saved, saved, strict=True))
         kept = [name for name in program.backward_inputs if name in values]
@@ -237,10 +239,11 @@ class ParallelModule(nn.Module):
                 given[name] = self.grad_scaler.scale(given[name])
             parameters = [self._original.get_parameter(p.name) for p in program.captured.parameters]
             given.update(_local(program, parameters))
-            if self._pipeline is None:
-                results, gradients = run_step(program.phases, given, each, run_and_release)
-            else:
-                results, gradients = self._pipeline.step(program, given, each, self._bind)
+            with as_captured(self.device_mesh.device_type):
+                if self._pipeline is None:
+                    results, gradients = run_step(program.phases, given, each, run_and_release)
+                else:
+                    results, gradients = self._pipeline.step(program, given, each, self._bind)
             trained = [p for p in program.captured.parameters if p.gradient is not None]
             for p, gradient in zip(trained, gradients, strict=True):
                 if gradient is not None:
@@ -366,7 +369,8 @@ class ParallelModule(nn.Module):
             found: tuple[Tensor, ...] = self._pipeline.evaluate(special, values, self._bind)
             return found
         program = self._bound(special, Specialization.evaluation)
-        return program.forward(*(values[name] for name in program.forward_inputs))
+        with as_captured(self.device_mesh.device_type):
+            return program.forward(*(values[name] for name in program.forward_inputs))
 
     @torch.no_grad()
     def _update_buffers(self, special: Emitted, results: dict[int, Tensor]) -> None:
@@ -450,11 +454,12 @@ class ParallelModule(nn.Module):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         frozen = tuple(p.requires_grad for p in self._original.parameters())
-        key = (what, str(spec), repr(shapes), self.training, frozen)
+        casts = autocast_state(self.device_mesh.device_type)
+        key = (what, str(spec), repr(shapes), self.training, frozen, casts)
         entry = CacheEntry(tuple(tuple(t.shape) for t in batch_tensors(args, kwargs)), self.training)
         cache: Cache[Any] = self._cache
         kept = "kept" if key in cache else "not made yet"
-        modes = f"{what}, training={self.training}, gradients={torch.is_grad_enabled()}, program {kept}"
+        modes = f"{what}, training={self.training}, gradients={torch.is_grad_enabled()}, {casts}, program {kept}"
         check_alike(f"{describe(args, kwargs)}; {modes}", host_group())
         return cache.take(key, entry, lambda: load(args, kwargs))
 
