@@ -44,6 +44,7 @@ __all__ = [
     "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
     "compiling",
+    "default_store",
     "disable_torch_function",
     "fake_like",
     "flatten",
@@ -68,7 +69,7 @@ def fake_like(tensor: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode) ->
     fake: torch.Tensor = FakeTensor(mode, meta, torch.device("cpu"))
     if isinstance(tensor, torch.nn.Parameter):
         fake.requires_grad_(tensor.requires_grad)
-        fake._is_param = True  # type: ignore[attr-defined]
+        fake._is_param = True
     return fake
 
 
@@ -88,6 +89,13 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
+
+
+def default_store() -> Any:
+    """The key-value store of the default process group."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -106,7 +106,7 @@ class _Trace:
         )
         _require(len(forward) == 1 and len(backward) <= 1, "the results of blocks are not read")
         results = {node.args[1]: node for node in forward[0].users}
-        return _Marker(forward[0], results, backward[0] if backward else None)  # type: ignore[arg-type]
+        return _Marker(forward[0], results, backward[0] if backward else None)
 
     def block(self, repeat: Repeat, index: int) -> _Block:
         """One traced block."""

@@ -48,7 +48,7 @@ class Value(NamedTuple):
     """One tensor of the graph: result ``index`` of ``node``. A key of many tables, hence a tuple."""
 
     node: fx.Node
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # in the place of tuple.index, which nobody asks for
 
 
 @dataclass(frozen=True)
