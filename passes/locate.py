@@ -166,8 +166,8 @@ def locate_backward(phase: Phase, label: Label, count: int, forward: Located) ->
         elif node.op == "call_function" and not is_gradient(node) and node.name in known:
             graph.at[node] = known[node.name]
         elif node.op == "call_function":
-            own = label(node)
-            stages = of_module.get(node.meta["module"], set()) if own is None else {own}
+            own = label(node)  # where the forward of its module really is tells more: a module may be used twice
+            stages = of_module.get(node.meta["module"], {own} if own is not None else set())
             if (stage := _backward_stage(graph, node, stages)) is not None:
                 graph.at[node] = stage
     _share(graph)
