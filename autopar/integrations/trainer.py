@@ -5,6 +5,8 @@ the loss by the number of processes, since DDP takes the mean of gradients. A pa
 every process passes the same global batch, and loss and gradients are those of the global batch. So here every process
 is the one process of a Trainer that has the whole batch (`_OneProcess`), and only rank 0 writes files.
 ``per_device_train_batch_size`` is then the global batch, and the loop is step by step that of one process.
+
+Tried with transformers 5.24 and accelerate 1.15, whose methods of the same names are replaced here.
 """
 
 from __future__ import annotations
