@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
@@ -27,6 +27,9 @@ from autopar.runtime.process import agree
 
 #: What PyTorch writes when all else is written, by renaming.
 METADATA = ".metadata"
+
+#: Every parameter's settings and moments under names of their own: the stages of a pipeline have different parameters.
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class TrainingState(Stateful):
@@ -60,7 +63,7 @@ class TrainingState(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         """References to all tensors, not copies; the optimizers get their state if they have made no step yet."""
-        model, optimizers = get_state_dict(self.model, self.optimizers)
+        model, optimizers = get_state_dict(self.model, self.optimizers, options=OPTIONS)
         return {"model": model, "optimizers": optimizers, "dropout": self.model.seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -70,6 +73,7 @@ class TrainingState(Stateful):
             self.optimizers,
             model_state_dict=state_dict["model"],
             optim_state_dict=state_dict["optimizers"],
+            options=OPTIONS,
         )
         self.model.seed.copy_(state_dict["dropout"])
 

@@ -300,8 +300,7 @@ class ParallelModule(nn.Module):
         weights. Every rank calls it; no rank holds more than one file of ``max_shard_size`` at a time. An earlier save
         in ``directory`` is replaced when the new one is complete; other files there stay. WeightsError if the model is
         none of transformers', or the directory cannot be written."""
-        gather = gathered(self._original, self._storage, self.mesh)
-        save(self._original, gather, directory, parse_bytes(max_shard_size))
+        save(self._original, gathered(self._original, self.plan), directory, parse_bytes(max_shard_size))
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Switch between training and evaluation, as ``nn.Module.train``."""

@@ -23,10 +23,14 @@ from torch.distributed.tensor import DTensor
 from autopar.capture.hf import is_transformers_model
 from autopar.capture.hf_weights import Group, groups_to_save, names_to_save, save_configs
 from autopar.errors import AutoparError, RuntimeFailure, WeightsError
+from autopar.plan import Plan
 from autopar.runtime.parameters import layouts_of
+from autopar.runtime.pipeline import parameter_names
 from autopar.runtime.process import agree, host_group
 from autopar.runtime.weights import INDEX, WEIGHTS
+from autopar.schedule import stage_ranks
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
+from autopar.sharding.stages import homes
 
 #: Makes the tensor of a name whole, in rank 0's host memory; None on other ranks. All ranks call it.
 Gather = Callable[[str], Tensor | None]
@@ -45,38 +49,55 @@ class _Part:
         return sum(spec.bytes for spec in self.specs.values())
 
 
-def gathered(model: nn.Module, storage: Mapping[str, Layout], mesh: Mesh) -> Gather:
+def gathered(model: nn.Module, plan: Plan) -> Gather:
     """What makes the parameters of a tree of DTensors whole on rank 0, one at a time; other ranks only send their
-    pieces. ``storage`` gives layouts by the first name of a parameter."""
-    state, layouts = model.state_dict(keep_vars=True), layouts_of(model, storage)
+    pieces. In a pipeline a rank has no values of parameters of other stages."""
+    storage = {name: p.storage for name, p in plan.parameters.items()}
+    state, layouts, begins = model.state_dict(keep_vars=True), layouts_of(model, storage), _begins(model, plan)
     first = {id(p): name for name, p in model.named_parameters()}
 
     def gather(name: str) -> Tensor | None:
         tensor = state[name].detach()
-        if not isinstance(tensor, DTensor):
+        if id(state[name]) not in first:  # a buffer, which all ranks have
             return tensor.cpu() if dist.get_rank() == 0 else None
-        return _collect(tensor.to_local(), tensor.shape, layouts[first[id(state[name])]], mesh)
+        main = first[id(state[name])]
+        piece = tensor.to_local() if isinstance(tensor, DTensor) else None
+        return _collect(piece, TensorSpec(tuple(tensor.shape), tensor.dtype), layouts[main], plan.mesh, begins[main])
 
     return gather
 
 
-def _collect(piece: Tensor, shape: torch.Size, layout: Layout, mesh: Mesh) -> Tensor | None:
-    """All pieces of a tensor put together in rank 0's host memory, each sent by the first rank that has it."""
+def _begins(model: nn.Module, plan: Plan) -> dict[str, int]:
+    """The first of the ranks on which a parameter, by its first name, lies: those of the first stage that has it."""
+    names = parameter_names(model)
+    if plan.schedule is None:
+        return dict.fromkeys(names, 0)
+    places = stage_ranks(plan.schedule, plan.degrees["pp"], len(plan.stages))
+    return {n: plan.mesh.size * min(places[s] for s in homes(every, plan.stages)) for n, every in names.items()}
+
+
+def _collect(piece: Tensor | None, spec: TensorSpec, layout: Layout, mesh: Mesh, begin: int) -> Tensor | None:
+    """All pieces of a tensor put together in rank 0's host memory, each sent by the first rank that has it; ``begin``
+    is the first rank of the mesh on which it lies, ``piece`` what this rank has of it."""
     rank, group = dist.get_rank(), host_group()
     owners: dict[tuple[int, ...], int] = {}
     for other in range(mesh.size):
-        owners.setdefault(layout.starts(mesh, shape, other), other)
+        owners.setdefault(layout.starts(mesh, spec.shape, other), other)
     if rank != 0:
-        if rank in owners.values():
+        if rank - begin in owners.values():
+            assert piece is not None
             dist.send(piece.cpu().contiguous(), 0, group=group)
         return None
-    whole = torch.empty(shape, dtype=piece.dtype)
+    whole = torch.empty(spec.shape, dtype=spec.dtype)
     for owner in owners.values():
-        part = piece.cpu()
-        if owner != 0:
-            part = torch.empty(piece.shape, dtype=piece.dtype)
-            dist.recv(part, owner, group=group)
-        layout.local_slice(mesh, whole, owner).copy_(part)
+        place = layout.local_slice(mesh, whole, owner)
+        if begin + owner == 0:
+            assert piece is not None
+            place.copy_(piece)
+        else:
+            part = torch.empty(place.shape, dtype=spec.dtype)
+            dist.recv(part, begin + owner, group=group)
+            place.copy_(part)
     return whole
 
 

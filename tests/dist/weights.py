@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import gc
 import re
 import sys
@@ -17,13 +18,14 @@ from typing import Any
 import checkpoint
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from small_models import gpt2, llama, tokens
 from torch import nn
 from training import assert_close, check_is_split, join, parameters, say
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import autopar
-from autopar import Hints, Workload
+from autopar import Hints, TrainingState, Workload
 from autopar.errors import WeightsError
 
 FOLDER = Path(sys.argv[1])
@@ -128,6 +130,44 @@ def saved() -> None:
         dist.barrier()  # before rank 0 replaces what others still read
 
 
+def staged() -> None:
+    """In a pipeline a rank reads, holds and sends the parameters of its stages alone; the tied embedding is on both
+    ends. Saved, and continued without a pipeline."""
+    batch, folder = tokens(8, 8), FOLDER / "staged"
+    reference = llama(num_hidden_layers=2)
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.add_(0.01)  # not what a seed gives
+    on_rank_0(lambda: reference.save_pretrained(folder))
+    dp = dist.get_world_size() // 2
+    hints = Hints(pp=2, tp=1, dp=dp, zero=3 if dp > 1 else 0, micro_batch_size=2)
+    build = functools.partial(llama, num_hidden_layers=2)
+    model = autopar.parallelize(on_meta(build), hints=hints, example_inputs=batch, weights=folder)
+    held = dict(model.named_parameters())
+    assert "model.embed_tokens.weight" in held and 0 < len(held) < len(list(reference.parameters()))
+    for name, p in held.items():
+        assert torch.equal(p.full_tensor(), reference.get_parameter(name)), name
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = {"training": TrainingState(model, optimizer)}
+    for step in range(2):
+        model.train_step(**tokens(8, 8, seed=step)), optimizer.step(), optimizer.zero_grad()
+    trained = {n: p.full_tensor().detach().clone() for n, p in held.items()}
+    model.save_pretrained(FOLDER / "staged-saved", max_shard_size="30kB")
+    dcp.save(state, checkpoint_id=FOLDER / "staged-1")
+    losses = [float(model.train_step(**tokens(8, 8, seed=2)))]
+
+    back = LlamaForCausalLM.from_pretrained(FOLDER / "staged-saved")
+    assert all(torch.equal(back.get_parameter(n), p) for n, p in trained.items())
+    assert not any(torch.equal(p, reference.get_parameter(n)) for n, p in back.named_parameters())
+    after = autopar.parallelize(on_meta(build), hints=split(), example_inputs=batch, weights=folder)
+    again = torch.optim.AdamW(after.parameters(), lr=1e-2)
+    dcp.load({"training": TrainingState(after, again)}, checkpoint_id=FOLDER / "staged-1")
+    assert all(torch.equal(p, back.get_parameter(n)) for n, p in parameters(after).items())
+    assert all(len(again.state[p]) == 3 and again.state[p]["step"] == 2 for p in after.parameters())
+    losses.append(float(after.train_step(**tokens(8, 8, seed=2))))
+    assert abs(losses[0] - losses[1]) < 1e-5, losses
+
+
 def failed() -> None:
     """One rank that cannot read its directory, and a directory that cannot be written: the error is on every rank."""
     good, bad = FOLDER / "good", FOLDER / "bad"
@@ -195,7 +235,7 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-PARTS = (initialised, read, read_experts, saved, failed, continued, memory)
+PARTS = (initialised, read, read_experts, saved, staged, failed, continued, memory)
 
 
 def main() -> None:
