@@ -28,7 +28,7 @@ from autopar.workload import Workload
 #: Bytes that are alive at one moment, by kind.
 Moment = dict[str, int]
 
-ACTIVATIONS, GRADIENTS = "activations", "gradients"
+ACTIVATIONS, GRADIENTS, COPIES = "activations", "gradients", "copies"
 
 
 def with_peak(
@@ -43,8 +43,8 @@ def with_peak(
         moments += _of_phases(step.phases, _given(step))
     else:
         special = specialize(model, plan, args, kwargs, captured=captured)
-        moments += _of_program(special.loss_only(), _given(special))
-    resting = {kind: n for kind, n in plan.memory.items() if kind not in (ACTIVATIONS, GRADIENTS)}
+        moments = [*_of_program(special.loss_only(), _given(special), moments[0])]
+    resting = {kind: n for kind, n in plan.memory.items() if kind not in (ACTIVATIONS, GRADIENTS, COPIES)}
     most = max(moments, key=lambda moment: sum(moment.values()))
     kinds = dict.fromkeys((*plan.memory, TRANSIENTS))
     return replace(plan, peak={kind: resting.get(kind, most.get(kind, 0)) for kind in kinds})
@@ -54,10 +54,11 @@ def _given(emitted: Emitted) -> dict[str, Tensor]:
     """What enters a rank's program, on the meta device, by name."""
     mesh = emitted.assignment.mesh
     given = {emitted.sharded.coordinates.name: torch.empty(len(mesh.axes), dtype=torch.int64, device="meta")}
+    masters = {p.placeholder: p.storage_dtype for p in emitted.captured.parameters}
     for node, new in emitted.sharded.inputs.items():
         spec = emitted.operators.specs[Value(node)]
         shape = emitted.assignment.sources[node].local_shape(mesh, spec.shape)
-        given[new.name] = torch.empty(shape, dtype=spec.dtype, device="meta")
+        given[new.name] = torch.empty(shape, dtype=masters.get(node, spec.dtype), device="meta")
     return given
 
 
@@ -69,7 +70,21 @@ def _leaving(module: fx.GraphModule, names: Sequence[str], saved: Collection[str
     return {n.name: ACTIVATIONS if name in saved else GRADIENTS for n, name in pairs if isinstance(n, fx.Node)}
 
 
-def _of_program(program: Program, given: Mapping[str, Tensor]) -> Iterator[Moment]:
+def _of_program(program: Program, given: Mapping[str, Tensor], optimizer: Moment) -> Iterator[Moment]:
+    """The fullest moments of a forward, its backward and the ``optimizer``'s step; copies that are kept from step to
+    step are there in all of them."""
+    if program.copies is None:
+        yield from (optimizer, *_of_directions(program, given))
+        return
+    made = life(program.copies.module.graph, given, {}, {})
+    yield made.peak
+    given = {**given, **dict(zip(program.copies.outputs, made.outputs, strict=True))}
+    copies = {storage_key(t): t.untyped_storage().nbytes() for t in made.outputs}
+    for moment in (optimizer, *_of_directions(program, given)):
+        yield _sum(moment, {COPIES: sum(copies.values())})
+
+
+def _of_directions(program: Program, given: Mapping[str, Tensor]) -> Iterator[Moment]:
     """The fullest moments of a forward and its backward."""
     forward = life(program.forward.graph, given, {}, dict.fromkeys(program.saved, ACTIVATIONS))
     yield forward.peak
@@ -109,7 +124,8 @@ class _Step:
 
 def _of_phases(phases: Phases, given: Mapping[str, Tensor]) -> Iterator[Moment]:
     """The fullest moments of a step over more than one micro-batch; from the second on all are alike."""
-    step = _Step(dict(given), frozenset(phases.backward.inputs if phases.backward else ()))
+    made_once = phases.once.outputs if phases.once else ()
+    step = _Step(dict(given), frozenset(phases.backward.inputs if phases.backward else ()).difference(made_once))
     yield from step.run(phases.prologue)
     yield from step.run(phases.once)
     step.resting = step.left(phases.once)
@@ -133,6 +149,8 @@ def _optimizer_moment(plan: Plan, captured: Captured) -> Moment:
     if Workload.from_dict(plan.workload).optimizer != "adamw" or not moment[GRADIENTS]:
         return moment
     trained = [p for p in captured.parameters if p.gradient is not None]
-    nbytes = [plan.parameters[p.name].storage.local_bytes(plan.mesh, p.spec) for p in trained]
+    specs = [replace(p.spec, dtype=p.storage_dtype) for p in trained]
+    layouts = [plan.parameters[p.name].storage for p in trained]
+    nbytes = [layout.local_bytes(plan.mesh, spec) for layout, spec in zip(layouts, specs, strict=True)]
     one_by_one = Cluster.from_dict(plan.cluster).device.name == "cpu"
     return {**moment, TRANSIENTS: 2 * max(nbytes) if one_by_one else sum(nbytes)}

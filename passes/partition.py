@@ -17,13 +17,24 @@ from autopar.passes.bucket import bucket
 from autopar.passes.overlap import overlap
 from autopar.passes.recompute import in_time
 from autopar.passes.shard import Sharded
+from autopar.passes.zero import kept_for_the_step
+
+
+@dataclass(frozen=True)
+class Copies:
+    """``module(*inputs)`` makes the copies ``outputs`` of parameters, both by name."""
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Program:
     """``forward(*forward_inputs) -> (results..., saved...)`` and ``backward(*backward_inputs) -> gradients``, inputs by
     placeholder name; a name in ``saved`` is handed over by the forward. ``results`` are the places of the results among
-    the captured outputs."""
+    the captured outputs, ``copies`` makes what is kept of parameters from step to step (`zero.keep`) and is read by
+    both."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None
@@ -31,6 +42,7 @@ class Program:
     backward_inputs: tuple[str, ...]
     saved: tuple[str, ...]
     results: tuple[int, ...]
+    copies: Copies | None = None
 
     @property
     def num_results(self) -> int:
@@ -38,8 +50,9 @@ class Program:
         return len(self.results)
 
     def hash(self) -> str:
-        """SHA-256 of the text of both graphs: equal on every rank of a stage."""
+        """SHA-256 of the text of all graphs: equal on every rank of a stage."""
         code = self.forward.code + (self.backward.code if self.backward else "")
+        code += self.copies.module.code if self.copies else ""
         return hashlib.sha256(code.encode()).hexdigest()
 
 
@@ -52,7 +65,7 @@ def _backward_nodes(sharded: Sharded) -> tuple[dict[fx.Node, None], dict[fx.Node
         node = stack.pop()
         if node in needed or node in boundary:
             continue
-        if node.op == "placeholder" or not (node.meta["backward"] or node.meta["recompute"]):
+        if _enters(node) or not (node.meta["backward"] or node.meta["recompute"]):
             boundary.add(node)
         else:
             needed.add(node)
@@ -88,17 +101,17 @@ def partition(sharded: Sharded, *, results: Collection[int] | None = None, gradi
     places = tuple(i for i in range(len(sharded.results)) if results is None or i in results)
     wanted = [sharded.results[i] for i in places]
     calls, boundary = _backward_nodes(sharded) if gradients else ({}, {})
-    saved = [n for n in boundary if n.op != "placeholder"]
+    saved = [n for n in boundary if not _enters(n)]
     forward: set[fx.Node] = set()
     stack = [*wanted, *saved]
     while stack:
         node = stack.pop()
         if node not in forward:
             forward.add(node)
-            stack.extend(node.all_input_nodes)
+            stack.extend([] if _enters(node) else node.all_input_nodes)
     order = [n for n in sharded.module.graph.nodes if n in forward]
-    inputs = [n for n in order if n.op == "placeholder"]
-    module = extract([n for n in order if n.op == "call_function"], inputs, [*wanted, *saved], "Forward")
+    inputs = [n for n in order if _enters(n)]
+    module = extract([n for n in order if not _enters(n)], inputs, [*wanted, *saved], "Forward")
     backward = None
     if gradients and sharded.gradients:
         backward = extract(list(calls), list(boundary), list(sharded.gradients), "Backward")
@@ -109,4 +122,26 @@ def partition(sharded: Sharded, *, results: Collection[int] | None = None, gradi
         tuple(n.name for n in boundary),
         tuple(n.name for n in saved),
         places,
+        _copies([n for n in dict.fromkeys((*inputs, *boundary)) if n.op != "placeholder" and _enters(n)]),
     )
+
+
+def _enters(node: fx.Node) -> bool:
+    """Whether forward and backward are given a value: a placeholder, or a copy that is kept from step to step."""
+    return node.op == "placeholder" or kept_for_the_step(node)
+
+
+def _copies(nodes: list[fx.Node]) -> Copies | None:
+    """The graph that makes copies of parameters; None if there are none."""
+    if not nodes:
+        return None
+    made, stack = set[fx.Node](), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in made:
+            made.add(node)
+            stack.extend(node.all_input_nodes)
+    order = [n for n in nodes[0].graph.nodes if n in made]
+    inputs = [n for n in order if n.op == "placeholder"]
+    module = extract([n for n in order if n.op == "call_function"], inputs, nodes, "Copies")
+    return Copies(module, tuple(n.name for n in inputs), tuple(n.name for n in nodes))

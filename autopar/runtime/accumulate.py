@@ -16,6 +16,7 @@ from autopar.errors import RuntimeFailure
 from autopar.passes.accumulate import Accumulation, accumulation
 from autopar.passes.partition import Program
 from autopar.runtime.release import run_and_release
+from autopar.runtime.versions import version
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Accumulator:
         self._group, self._coordinates, self._parameters = group, coordinates, parameters
         self._cuts: weakref.WeakKeyDictionary[Program, Accumulation] = weakref.WeakKeyDictionary()
         self._sums: dict[Program, _Sums] = {}
-        self._versions: list[int] = []
+        self._versions: list[tuple[int, ...]] = []
         self._hook: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accumulator:
@@ -66,7 +67,7 @@ class Accumulator:
 
     def check(self) -> None:
         """RuntimeFailure if parameters have changed since the first gradient that is held."""
-        if self._sums and self._versions != [p._version for p in self._parameters]:
+        if self._sums and self._versions != [version(p) for p in self._parameters]:
             raise RuntimeFailure(
                 "the parameters have changed while gradients are held back by accumulate()",
                 expected="the gradients of one step all taken at the same parameters",
@@ -93,7 +94,7 @@ class Accumulator:
         cut = self._cuts[program]
         values = list(run_and_release(cut.backward, inputs))
         if not self._sums:
-            self._versions = [p._version for p in self._parameters]
+            self._versions = [version(p) for p in self._parameters]
             self._hook = register_optimizer_step_pre_hook(self._refuse)
         if program not in self._sums:
             self._sums[program] = _Sums(cut.finish, names, values, set(reached))

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import OptimizerError
+from autopar.runtime.versions import version
 
 #: Classes (torch.optim's and transformers') that look at more than one element of a parameter at a time.
 NEED_WHOLE = ("Adafactor", "Muon")
@@ -56,7 +57,7 @@ class WholeOptimizer(torch.optim.Optimizer):
                 )
         self._owners = dict(zip(split, _owners(split), strict=True))
         self._whole: dict[Tensor, nn.Parameter] = {}
-        self._versions: dict[Tensor, tuple[int, int]] = {}
+        self._versions: dict[Tensor, tuple[int, ...]] = {}
         for p in split:
             self._gather(p)
         own = [{**group, "params": self._own(group["params"])} for group in self.param_groups]
@@ -76,7 +77,7 @@ class WholeOptimizer(torch.optim.Optimizer):
                 self._whole[p].data.copy_(whole)
             else:
                 self._whole[p] = nn.Parameter(whole.clone())
-        self._versions[p] = _version(p)
+        self._versions[p] = version(p)[:2]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -87,7 +88,7 @@ class WholeOptimizer(torch.optim.Optimizer):
                 loss = closure()
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         for p in trained:
-            if self._versions[p] != _version(p):  # loaded, or changed by hand
+            if self._versions[p] != version(p)[:2]:  # loaded, or changed by hand; its own steps do not count
                 self._gather(p)
             gradient = p.grad.full_tensor()
             if p in self._whole:
@@ -107,7 +108,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         _broadcast(whole, p.device_mesh, self._owners[p])
         replicated = DTensor.from_local(whole, p.device_mesh, [Replicate()] * p.device_mesh.ndim, run_check=False)
         p.to_local().copy_(replicated.redistribute(placements=p.placements).to_local())
-        self._versions[p] = _version(p)
+        self._versions[p] = version(p)[:2]
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank owns, as the user's optimizer gives it."""
@@ -137,11 +138,6 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
     where = mesh.get_coordinate()
     assert where is not None
     return tuple(where)
-
-
-def _version(p: DTensor) -> tuple[int, int]:
-    """What changes when a parameter does, through itself or through its piece."""
-    return p._version, p.to_local()._version
 
 
 def _broadcast(whole: Tensor, mesh: DeviceMesh, owner: tuple[int, ...]) -> None:

@@ -276,6 +276,10 @@ class _ForwardSimulation(_Simulation[Specialization]):
         values = [
             {**common, **self.own(r), coordinates: torch.tensor(self.mesh.coordinates(r))} for r in self.ranks
         ]
+        if program.copies is not None:
+            inputs = [[v[n] for n in program.copies.inputs] for v in values]
+            for v, made in zip(values, run_ranks(program.copies.module, inputs, self.mesh, traffic), strict=True):
+                v.update(zip(program.copies.outputs, made, strict=True))
         inputs = [[v[n] for n in program.forward_inputs] for v in values]
         outputs = run_ranks(program.forward, inputs, self.mesh, traffic)
         for v, out in zip(values, outputs, strict=True):

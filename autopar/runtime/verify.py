@@ -98,10 +98,8 @@ def _errors(found: Run, truth: Run, optimizer: str, dtype: torch.dtype) -> dict[
         }
     for step, (ga, gb) in enumerate(zip(found.gradients, truth.gradients, strict=True)):
         errors |= {f"gradient of {n} in step {step}": e for n, e in tensor_errors(ga, gb).items()}
-    kept = {
-        n: _above_floor(n, truth, max(ADAM_FLOOR, GRADIENT_ERROR * torch.finfo(dtype).eps)) if optimizer == "adamw" else torch.ones_like(p, dtype=torch.bool)
-        for n, p in truth.parameters.items()
-    }
+    floor = max(ADAM_FLOOR, GRADIENT_ERROR * torch.finfo(dtype).eps) if optimizer == "adamw" else 0.0
+    kept = {n: _above_floor(n, truth, floor) for n in truth.parameters}
     pa = {n: torch.where(kept[n], found.parameters[n], 0) for n in kept if n in found.parameters}
     pb = {n: torch.where(kept[n], truth.parameters[n], 0) for n in pa}
     after = f"after {len(found.results)} steps"
@@ -113,7 +111,7 @@ def _above_floor(name: str, truth: Run, floor: float) -> Tensor:
     """Elements whose gradient was above ``floor`` times the RMS of all gradients in every step."""
     kept = torch.ones_like(truth.parameters[name], dtype=torch.bool)
     for gradients in truth.gradients:
-        if name in gradients:
+        if floor > 0 and name in gradients:
             every = torch.cat([g.flatten().double() for g in gradients.values()])
             kept &= gradients[name].abs() > floor * float(every.square().mean().sqrt())
     return kept

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ import autopar
 from autopar import Hints, WholeOptimizer, Workload
 from autopar.capture.graph import Captured
 from autopar.errors import AutoparError
+from autopar.runtime.copies import StepCopies
 from autopar.runtime.precision import mixed_call
 from autopar.specialize import capture_batch
 
@@ -215,7 +218,62 @@ def loss_scale() -> None:
     near(whole(gradients(model)), {n: g / 1024.0 for n, g in gradients(reference).items()}, 5e-3)
 
 
-PARTS = (by_element, whole_matrices, clipping, mixed, loss_scale)
+def kept_copies() -> None:
+    """ZeRO 1 and 2 in the plain loop: parameters are gathered once for all forwards and backwards between two changes
+    of them, by an optimizer (foreach ones leave version counters as they are) or by hand, and each gives the numbers of
+    one process."""
+    for zero in (1, 2):
+        models = pair(Hints(dp=2, tp=2, zero=zero))
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=True) for m in models]
+        with counted() as count:
+            both(models, count, 1, forwards=2)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            both(models, count, 2)
+            for m in models:
+                m.zero_grad()
+                with torch.no_grad():
+                    m.get_parameter("model.norm.weight").mul_(2.0)
+            both(models, count, 3)
+            with torch.no_grad():
+                models[1].get_parameter("model.norm.weight").mul_(0.5)
+            models[0].load_state_dict(models[1].state_dict())
+            both(models, count, 4)
+
+
+def both(models: tuple[Any, nn.Module], count: Counter[str], gathers: int, forwards: int = 1) -> None:
+    """Forward and backward in parallel and in one process: equal, with so many ``gathers`` since the start."""
+    for _ in range(forwards):
+        losses = [model(**tokens(8, 8)).loss for model in models]
+        for loss in losses:
+            loss.backward()
+        assert_close({"loss": losses[0].detach()}, {"loss": losses[1].detach()}, "loss")
+    assert_close(whole(gradients(models[0])), gradients(models[1]), "gradients")
+    assert count["gathers"] == gathers, (count, gathers)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How often copies of parameters are made in the block."""
+    count: Counter[str] = Counter()
+    take = StepCopies.take
+
+    def counting(self: StepCopies, program: Any, parameters: Any, values: Any, run: Any) -> dict[str, Tensor]:
+        def counted_run(module: Any, inputs: Any) -> Any:
+            count["gathers"] += 1
+            return run(module, inputs)
+
+        return take(self, program, parameters, values, counted_run)
+
+    StepCopies.take = counting  # type: ignore[method-assign]
+    try:
+        yield count
+    finally:
+        StepCopies.take = take  # type: ignore[method-assign]
+
+
+PARTS = (by_element, whole_matrices, clipping, mixed, loss_scale, kept_copies)
 
 
 def main() -> None:
