@@ -19,7 +19,6 @@ from autopar.errors import InputError
 from autopar.fallback import fallbacks
 from autopar.garbage import collecting_later
 from autopar.passes import pipeline, recompute, zero
-from autopar.passes.locate import homes
 from autopar.passes.phases import cut
 from autopar.passes.shard import shard
 from autopar.plan import Plan
@@ -29,6 +28,7 @@ from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.microbatch import WHOLE, Place, micro_batched
 from autopar.sharding.operators import Operators, value_of
+from autopar.sharding.stages import homes
 from autopar.sharding.zero import Keeping
 from autopar.solver.carry import keepings, plan_pins
 from autopar.solver.pipeline import Stages, balanced, costs

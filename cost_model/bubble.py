@@ -50,13 +50,14 @@ def simulate(
         free[rank] = max([free[rank], *arrived]) + took
         busy[rank] += took
         ended.update(dict.fromkeys(step, free[rank]))
-    return PipelineTime(max(free), tuple(busy), tuple(map(_in_flight, rows)))
+    return PipelineTime(max(free), tuple(busy), tuple(int(most_held(row, lambda stage: 1)) for row in rows))
 
 
-def _in_flight(row: Sequence[Step]) -> int:
-    """Activations are there from a forward until the weights' gradient has been taken."""
-    most = now = 0
+def most_held(row: Sequence[Step], size: Callable[[int], float]) -> float:
+    """The most that a rank holds at once of what is there from a forward until the weights' gradient has been taken,
+    ``size(stage)`` of each."""
+    most = now = 0.0
     for action in (action for step in row for action in step):
-        now += {"F": 1, "I": 0}.get(action.kind, -1)
+        now += size(action.stage) * {"F": 1, "I": 0}.get(action.kind, -1)
         most = max(most, now)
     return most

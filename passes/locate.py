@@ -11,7 +11,7 @@ collectives), each stage has its own summand.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -20,24 +20,10 @@ from autopar.errors import HintError
 from autopar.passes.accumulate import is_linear
 from autopar.passes.collectives import aten
 from autopar.passes.phases import Phase, Phases
+from autopar.sharding.stages import Stages, stage_of
 
 #: The stage of a node's unit, None where it has none.
 Label = Callable[[fx.Node], "int | None"]
-#: Modules by stage.
-Stages = Sequence[Sequence[str]]
-
-
-def stage_of(module: str, stages: Stages) -> int | None:
-    """The stage of a module: that of the longest path in ``stages`` that it lies in; None if there is none."""
-    parts = module.split(".")
-    paths = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    return next((s for path in paths for s, names in enumerate(stages) if path in names), None)
-
-
-def homes(names: Iterable[str], stages: Stages) -> frozenset[int]:
-    """The stages that hold a parameter, by all its ``names``: those of the modules that own it, else the first."""
-    found = (stage_of(name.rpartition(".")[0], stages) for name in names)
-    return frozenset(s for s in found if s is not None) or frozenset([0])
 
 
 def labels(stages: Stages) -> Label:

@@ -24,7 +24,6 @@ from autopar.passes.bucket import bucket
 from autopar.passes.collectives import aten
 from autopar.passes.locate import (
     Located,
-    Stages,
     held_by,
     is_gradient,
     labels,
@@ -34,6 +33,7 @@ from autopar.passes.locate import (
 )
 from autopar.passes.overlap import overlap
 from autopar.passes.phases import Phase, Phases
+from autopar.sharding.stages import Stages
 
 #: Operators that a stage repeats on a value that has travelled, rather than receive their result too.
 _RESHAPES = frozenset(
@@ -106,8 +106,8 @@ def cut(
     """The stages of ``phases``, in which no collectives are merged.
 
     ``stages`` are module paths by stage. ``parameters`` gives the stages that have the inputs which are parameters
-    (`locate.homes`); other stages that read one receive it. ``batch`` names the inputs that differ between batches.
-    Raises HintError where a gradient cannot be taken stage by stage, or stages are not in the model's order.
+    (`sharding.stages.homes`); other stages that read one receive it. ``batch`` names the inputs that differ between
+    batches. Raises HintError where a gradient cannot be taken stage by stage, or stages are not in the model's order.
     """
     return _Cutter(phases, stages, parameters, batch).stages()
 

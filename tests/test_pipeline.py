@@ -183,14 +183,14 @@ class Stack(nn.Module):
     """Blocks of two linear layers; a scale of the root module is used by all of them, a skip goes around them, and the
     loss is the mean of squares."""
 
-    def __init__(self) -> None:
+    def __init__(self, n: int = 16) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(4))
-        self.scale = nn.Parameter(torch.ones(16))
-        self.shared = nn.Linear(16, 16, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(n, 2 * n), nn.Tanh(), nn.Linear(2 * n, n)) for _ in "1234")
+        self.scale = nn.Parameter(torch.ones(n))
+        self.shared = nn.Linear(n, n, bias=False)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """[batch, 16] twice -> the loss."""
+        """[batch, n] twice -> the loss."""
         start = h = self.shared(x)
         for block in self.blocks:
             h = h + block(h * self.scale)
@@ -294,6 +294,23 @@ def test_a_plan_with_a_pipeline(tmp_path: Any) -> None:
     text = " ".join(plan.report().split())
     assert "4 stages, 2 a rank of pp, by the schedule interleaved" in text
     assert "stage 3 pp rank 1" in text and "Pipeline stages" in text
+
+
+def test_the_cost_of_a_pipeline() -> None:
+    """A rank holds the parameters of its stages; 1F1B keeps the activations of as many micro-batches as there are
+    stages, GPipe those of all; the bubble is a stage's seconds of one micro-batch for every stage but one."""
+    with torch.device("meta"):
+        model, batch = Stack(2048), {"x": torch.empty(8192, 2048), "y": torch.empty(8192, 2048)}
+    alone = autopar.plan(model, "h100-sxm:1x1", example_inputs=batch)
+    hints = [Hints(pp=2, schedule=schedule, micro_batch_size=1024) for schedule in ("1f1b", "gpipe")]
+    plans = [autopar.plan(model, "h100-sxm:1x2", hints=given, example_inputs=batch) for given in hints]
+    for plan in plans:
+        assert 0.45 < plan.memory["parameters"] / alone.memory["parameters"] < 0.75
+        assert plan.step_time == pytest.approx(sum(plan.breakdown.values()))
+        assert 0.45 < plan.breakdown["compute"] / alone.breakdown["compute"] < 0.65
+        assert 0.8 < plan.breakdown["bubble"] / (plan.breakdown["compute"] / 8) < 1.3
+        assert [c.count % 8 for c in plan.collectives if (c.kind, c.axis) == ("p2p", "pp")] == [0]
+    assert plans[0].memory["activations"] < 0.5 * plans[1].memory["activations"]
 
 
 def test_what_a_schedule_cannot_run_is_said_at_planning() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 
 from autopar._compat import start_p2p
 from autopar.errors import RuntimeFailure
-from autopar.passes.locate import homes
 from autopar.passes.phases import Phases
 from autopar.passes.phases import cut as cut_phases
 from autopar.passes.pipeline import Stage
@@ -29,6 +28,7 @@ from autopar.runtime.step import combine
 from autopar.runtime.transport import Channel, execute
 from autopar.schedule import stage_ranks, torch_order
 from autopar.sharding.layout import Mesh, TensorSpec
+from autopar.sharding.stages import homes
 
 
 def parameter_names(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from autopar.capture.graph import Captured
 from autopar.cost_model.communication import wire_bytes
@@ -28,12 +28,15 @@ def collectives(
     held: Kept,
     keep: Mapping[str, Keeping],
     micro_batches: int = 1,
+    only: Callable[[Transfer], bool] = lambda transfer: True,
 ) -> tuple[Collective, ...]:
     """All collectives of a step by kind, axis and purpose. What the backward issues itself it does not make again, nor
     what is kept from the forward; collectives of parameters and gradients are issued every micro-batch or once, as
-    ``keep`` has it by parameter, those of activations are counted as of the whole batch."""
+    ``keep`` has it by parameter, those of activations are counted as of the whole batch. ``only`` picks the
+    redistributions that count, for a part of the model."""
     totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
-    for (kind, axis, purpose, nbytes), times in _issued(captured, operators, assignment, held, keep, micro_batches):
+    every = _issued(captured, operators, assignment, held, keep, micro_batches, only)
+    for (kind, axis, purpose, nbytes), times in every:
         total = totals[kind, axis, purpose]
         total[0] += times
         total[1] += times * nbytes
@@ -52,6 +55,7 @@ def _issued(
     held: Kept,
     keep: Mapping[str, Keeping],
     micro_batches: int,
+    only: Callable[[Transfer], bool],
 ) -> Iterable[tuple[_Issued, int]]:
     """Every collective of both directions, those of a bucket as one, and how many times it is issued."""
     named = [(p.name, p.placeholder, p.gradient) for p in captured.parameters]
@@ -61,6 +65,8 @@ def _issued(
     before = {(transfer.value, step) for transfer in first if not transfer.backward for step in transfer.steps}
     pieces: dict[tuple[bool, int], list[Piece]] = defaultdict(list)  # by direction, and how often
     for transfer in (*first, *held.transfers.values()):
+        if not only(transfer):
+            continue
         again = held.transfers.get((transfer.value, transfer.target)) is transfer
         for step, piece in zip(transfer.steps, reader.of(transfer), strict=True):
             if step.kind in LOCAL or (again and (transfer.value, step) in own):

@@ -19,15 +19,17 @@ from autopar.plan import Alternative, ParameterPlan, Plan
 from autopar.report.describe import describe_layers, describe_replicated
 from autopar.report.units import bytes_text
 from autopar.schedule import check_schedule, runs
+from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.operators import Operators
 from autopar.sharding.recompute import forward_blocks
 from autopar.sharding.zero import Zero
 from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.pipeline import Pipeline, make_pipeline, units
-from autopar.solver.program import solve
+from autopar.solver.program import Solution, solve
 from autopar.solver.space import DATA_AXIS, Pins
 from autopar.solver.spmd import Solved, account, make_program, read
+from autopar.solver.staged import staged
 from autopar.workload import Workload
 
 #: What `Plan.gap` is a bound over.
@@ -61,6 +63,8 @@ class _Task:
         higher, the program's budget is lowered by the difference and it is solved again.
         """
         limit, optimizer = budget, self.workload.optimizer
+        if self.pipeline is not None:  # the program counts the whole model, of which a rank has its stages
+            limit = np.inf if np.isinf(budget) else budget * self.pipeline.pp
         space, program = make_program(
             self.captured, self.operators, mesh, self.cluster, optimizer, pins, budget, self.recompute
         )
@@ -68,18 +72,7 @@ class _Task:
             solution = solve(replace(program, budget=limit))
             if solution is None:
                 return None
-            assignment = space.assignment(solution.options)
-            solved = account(
-                self.captured,
-                self.operators,
-                assignment,
-                self.cluster,
-                optimizer,
-                solution,
-                self.recompute,
-                self.zero,
-                pins.micro_batches,
-            )
+            solved = self._account(space.assignment(solution.options), solution, pins)
             if solved.peak_memory <= budget:
                 return solved
             limit -= solved.peak_memory - budget
@@ -97,19 +90,17 @@ class _Task:
         solution = solve(program)
         if solution is None:
             return float("inf")
-        assignment = space.assignment(solution.options)
-        solved = account(
-            self.captured,
-            self.operators,
-            assignment,
-            self.cluster,
-            optimizer,
-            solution,
-            self.recompute,
-            self.zero,
-            pins.micro_batches,
-        )
-        return max(solution.memory, solved.peak_memory)
+        solved = self._account(space.assignment(solution.options), solution, pins)
+        return solved.peak_memory if self.pipeline is not None else max(solution.memory, solved.peak_memory)
+
+    def _account(self, assignment: Assignment, solution: Solution, pins: Pins) -> Solved:
+        """What an assignment costs, of a whole step on a mesh or of a pipeline of such meshes."""
+        captured, operators, cluster, optimizer = self.captured, self.operators, self.cluster, self.workload.optimizer
+        how = self.recompute, self.zero, pins.micro_batches
+        solved = account(captured, operators, assignment, cluster, optimizer, solution, *how)
+        if self.pipeline is None:
+            return solved
+        return staged(solved, captured, operators, cluster, optimizer, *how, self.pipeline)
 
 
 def structure_hash(names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str:

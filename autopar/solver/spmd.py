@@ -114,10 +114,10 @@ def account(
     prices = Prices(cluster, mesh)
     held = kept(operators, assignment, made_again(operators, recompute))
     calls = [*operators, *(operators.by_node[node] for node in held.operators)]
-    keep = {p.name: zero.keeping(_is_sharded(p, assignment), p.master is not None) for p in captured.parameters}
+    keep = keepings(captured, assignment, zero)
     issued = collectives(captured, operators, assignment, prices, held, keep, micro_batches)
     breakdown = {
-        "compute": float(_seconds(calls, operators, assignment, prices).sum()),
+        "compute": float(seconds_of(calls, operators, assignment, prices).sum()),
         "exposed communication": sum(c.seconds for c in issued),
         "bubble": 0.0,
     }
@@ -127,7 +127,7 @@ def account(
         mesh,
         assignment,
         breakdown,
-        _memory(captured, operators, assignment, optimizer, held, keep, micro_batches),
+        memory_of(captured, operators, assignment, optimizer, held, keep, micro_batches),
         issued,
         min(solution.bound, sum(breakdown.values())),
         local / flops if flops else 1.0,
@@ -135,12 +135,17 @@ def account(
     )
 
 
+def keepings(captured: Captured, assignment: Assignment, zero: Zero) -> dict[str, Keeping]:
+    """How long copies of every parameter live and how often its gradient is reduced, by name."""
+    return {p.name: zero.keeping(_is_sharded(p, assignment), p.master is not None) for p in captured.parameters}
+
+
 def _is_sharded(p: Parameter, assignment: Assignment) -> bool:
     """Whether a parameter rests sharded over the data axis."""
     return DATA_AXIS in assignment.sources[p.placeholder].split_axes
 
 
-def _seconds(calls: list[Operator], operators: Operators, assignment: Assignment, prices: Prices) -> Floats:
+def seconds_of(calls: list[Operator], operators: Operators, assignment: Assignment, prices: Prices) -> Floats:
     """Seconds of every call. Counterparts in equal blocks share their call and their strategy: each is priced once."""
     work: list[tuple[float, float, torch.dtype]] = []
     places: dict[tuple[int, int], int] = {}
@@ -155,7 +160,7 @@ def _seconds(calls: list[Operator], operators: Operators, assignment: Assignment
     return prices.work_seconds(work)[found]
 
 
-def _memory(
+def memory_of(
     captured: Captured,
     operators: Operators,
     assignment: Assignment,
