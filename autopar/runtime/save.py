@@ -102,12 +102,12 @@ def _collect(piece: Tensor | None, spec: TensorSpec, layout: Layout, mesh: Mesh,
 
 
 def save(model: nn.Module, gather: Gather, directory: str | os.PathLike[str], max_file: int) -> None:
-    """Write ``model`` to ``directory`` in files of at most ``max_file`` bytes (a larger tensor has its own), with its
-    config; other files that the directory has stay. All ranks call it, rank 0 writes, and all return when the directory
-    is complete.
+    """Write ``model`` to ``directory`` in files of at most ``max_file`` bytes (what is converted together and is larger
+    has its own), with its config; other files that the directory has stay. All ranks call it, rank 0 writes, and all
+    return when the directory is complete.
 
-    Host memory: one file on rank 0, one piece on others. WeightsError, on every rank, for a model that
-    is not of transformers, or if the directory cannot be written.
+    Host memory: one file on rank 0, one piece on others. WeightsError, on every rank, for a model that is not of
+    transformers, or if the directory cannot be written.
     """
     if not is_transformers_model(model):
         raise WeightsError(
