@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as disable_torch_function
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch._decomp import get_decompositions
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -40,9 +40,12 @@ __all__ = [
     "ParamAOTInput",
     "PlainAOTInput",
     "PlainAOTOutput",
+    "PrefixStore",
+    "Store",
     "TangentAOTInput",
     "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
+    "compile_graph",
     "compiling",
     "default_store",
     "disable_torch_function",
@@ -89,6 +92,13 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
+
+
+def compile_graph(module: Any, inputs: list[torch.Tensor]) -> Any:
+    """What Inductor makes of a graph of ATen operators for inputs like these; takes them and returns its outputs."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(module, inputs)
 
 
 def default_store() -> Any:

@@ -27,10 +27,12 @@ from autopar.hints import Hints
 from autopar.integrations.answers import answering
 from autopar.peak import with_peak
 from autopar.plan import Plan
+from autopar.runtime.compiled import check_compiler
+from autopar.runtime.failure import check_ranks, guard
 from autopar.runtime.initialize import initialize, materialize
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import is_meta
-from autopar.runtime.process import agree, ensure_process_group
+from autopar.runtime.process import agree, device_type, ensure_process_group
 from autopar.runtime.verify import VerifyReport, compare, real_batch
 from autopar.runtime.weights import load_from
 from autopar.solver.carry import shrink
@@ -71,6 +73,7 @@ def parallelize(
     example_inputs: ExampleInputs | None = None,
     inputs: Literal["global", "local"] = "global",
     weights: str | os.PathLike[str] | None = None,
+    compile: bool = False,
 ) -> ParallelModule:
     """Split ``model`` over all ranks of this run and return the module to train with.
 
@@ -79,7 +82,9 @@ def parallelize(
     ``weights``, a directory that ``save_pretrained`` wrote, of which every rank reads its own pieces, or without it
     initialised as it initialises itself, bit for bit as in one process. Every rank passes the same global batch to the
     module; with ``inputs="local"`` its own part along dim 0, as a sampler over ``data_rank`` of ``data_world_size``
-    gives it (``workload`` and ``example_inputs`` are of the global batch all the same). Raises PlanError if the plan is
+    gives it (``workload`` and ``example_inputs`` are of the global batch all the same). With ``compile`` Inductor
+    compiles the emitted graphs between their collectives when they first run, once for all blocks of a class. Raises
+    CompilerError if it cannot, PlanError if the plan is
     for another model or number of ranks, OptimizerError if an optimizer already holds the model's parameters,
     InputError for other ``inputs``, WeightsError if ``weights`` are not the model's or the model has its own already,
     and what `plan` raises.
@@ -88,14 +93,18 @@ def parallelize(
     check_inputs(inputs)
     check_weights(model, weights)
     ensure_process_group()
-    refuse_optimizers(model)
-    if plan is None:
-        plan = _plan_together(model, cluster, workload, hints, example_inputs)
-    check_plan(plan, model)
-    fill = None
-    if is_meta(model):
-        fill = initialize if weights is None else load_from(weights)
-    return answering(ParallelModule(model, plan, MAKERS, inputs, fill), model, inputs)
+    with guard("parallelize"):
+        if compile:
+            check_compiler(device_type())
+        refuse_optimizers(model)
+        if plan is None:
+            plan = _plan_together(model, cluster, workload, hints, example_inputs)
+        check_ranks(plan, model)
+        check_plan(plan, model)
+        fill = None
+        if is_meta(model):
+            fill = initialize if weights is None else load_from(weights)
+        return answering(ParallelModule(model, plan, MAKERS, inputs, fill, compile), model, inputs)
 
 
 def verify(

@@ -57,6 +57,10 @@ class InputError(AutoparError):
     """A batch has the wrong structure, shape or dtype for the model."""
 
 
+class CompilerError(AutoparError):
+    """Emitted graphs cannot be compiled on this machine."""
+
+
 class OptimizerError(AutoparError):
     """An optimizer holds parameters that are not the parallel module's."""
 

@@ -72,7 +72,7 @@ def check_recompute(mode: object, blocks: int | None = None) -> None:
         raise HintError(
             f"recompute={mode!r} asks for more repeated blocks than the model has.",
             expected=f"at most {blocks} blocks" if blocks else "none or selective, for a model without repeated blocks",
-            found=mode,
+            found=str(mode),
             change="lower the number" if blocks else 'give recompute="selective", or leave it out',
         )
 

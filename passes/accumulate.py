@@ -107,7 +107,9 @@ def accumulation(backward: fx.GraphModule, group: str) -> Accumulation:
             given[node] = second.node_copy(node, given.__getitem__)
     second.output(tuple(given[g] for g in gradients))
     second.eliminate_dead_code()
+    held_back = fx.GraphModule(torch.nn.Module(), first, class_name="Accumulate")
+    held_back.meta.update(backward.meta)
     return Accumulation(
-        fx.GraphModule(torch.nn.Module(), first, class_name="Accumulate"),
+        held_back,
         fx.GraphModule(torch.nn.Module(), second, class_name="Finish"),
     )

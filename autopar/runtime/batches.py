@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.errors import InputError, RuntimeFailure
@@ -76,9 +76,68 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     )
 
 
-def check_alike(what: str, group: dist.ProcessGroup | None) -> None:
+#: How many calls of a module compare the contents of batches, and how many calls later it does so again each time.
+CONTENTS_FIRST, CONTENTS_EVERY = 3, 100
+
+#: What ranks do that differ, and what to change.
+OTHER_BATCH = (
+    "passed another batch",
+    "give all ranks the same global batch (one seed for what shuffles; parallelize(..., inputs='local') for a sampler "
+    "of each rank's own part), or with inputs='local' local batches of one size (drop_last=True in the DataLoader) and "
+    "one sequence length (pad_to in the Workload)",
+)
+OTHER_PLAN = ("were given another plan", "load one file on every rank, or leave plan out: rank 0 then plans for all")
+#: Said once by every rank: the loss is that of the global batch, so all of them see it alike.
+NOT_A_NUMBER = (
+    "the loss is nan, on every rank alike; the step has run to its end. Lower the learning rate, clip gradients "
+    "(model.clip_grad_norm_), or leave out the batch; in float16 use a loss scale"
+)
+OTHER_MODEL = (
+    "made another model",
+    "build the same model on every rank: one configuration, and torch.manual_seed with one seed before it is made",
+)
+
+
+def compares_contents(call: int) -> bool:
+    """Whether the contents of the batch of this ``call`` of a module, counted from 0, are compared between ranks."""
+    return call < CONTENTS_FIRST or call % CONTENTS_EVERY == 0
+
+
+def contents(tensors: Iterable[Tensor]) -> str:
+    """A short digest of the values of tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def model_digest(model: nn.Module) -> str:
+    """A digest of a model's parameters: names, shapes, and some values of each."""
+    samples = [p.detach().flatten()[:: max(1, p.numel() // 64)] for p in model.parameters()]
+    named = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    return f"{hashlib.sha256(repr(named).encode()).hexdigest()[:12]} with values {contents(samples)}"
+
+
+def check_parts(part: int, digest: str, group: dist.ProcessGroup | None) -> None:
+    """RuntimeFailure on every rank unless those with the same ``part`` of the batch have the same ``digest`` of it."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (part, digest), group=group)
+    first = {p: rank for rank, (p, _) in reversed(list(enumerate(every)))}
+    different = [rank for rank, (p, other) in enumerate(every) if other != every[first[p]][1]]
+    if different:
+        rank = different[0]
+        raise RuntimeFailure(
+            f"ranks {different} passed another local batch than ranks with the same data_rank",
+            expected=f"the batch of rank {first[every[rank][0]]} on rank {rank}, which works on the same samples",
+            found=f"other contents on rank {rank}",
+            change="give the sampler num_replicas=model.data_world_size and rank=model.data_rank, and one seed",
+        )
+
+
+def check_alike(what: str, group: dist.ProcessGroup | None, otherwise: tuple[str, str] = OTHER_BATCH) -> None:
     """RuntimeFailure on every rank unless ``what``, a rank's words for its batch and the program for it, is the same on
     all ranks: or they would wait for one another for ever. One all-reduce of two integers; ``group`` takes CPU tensors.
+    ``otherwise`` says what ranks did that have other words, and what to change.
     """
     digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
     extremes = torch.tensor([digest, -digest])
@@ -89,11 +148,10 @@ def check_alike(what: str, group: dist.ProcessGroup | None) -> None:
     dist.all_gather_object(every, what, group=group)
     different = [rank for rank, other in enumerate(every) if other != every[0]]
     raise RuntimeFailure(
-        f"ranks {different} passed another batch than rank 0",
+        f"ranks {different} {otherwise[0]} than rank 0",
         expected=f"on every rank, as on rank 0: {every[0]}",
         found=f"on rank {different[0]}: {every[different[0]]}",
-        change="give all ranks batches of the same shapes: the same global batch, or with inputs='local' local batches "
-        "of one size (drop_last=True in the DataLoader) and one sequence length (pad_to in the Workload)",
+        change=otherwise[1],
     )
 
 

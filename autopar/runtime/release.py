@@ -15,6 +15,11 @@ from typing import Any
 from torch import fx, nn
 
 from autopar._compat import BoxedCodeGen
+from autopar.passes.segments import segmented
+from autopar.runtime.compiled import Segment
+
+#: Key of a graph module's ``meta``: whether its segments are compiled.
+COMPILE = "compile"
 
 _boxed: weakref.WeakKeyDictionary[fx.GraphModule, Callable[[list[Any]], Any]] = weakref.WeakKeyDictionary()
 
@@ -22,7 +27,7 @@ _boxed: weakref.WeakKeyDictionary[fx.GraphModule, Callable[[list[Any]], Any]] = 
 def run_and_release(module: fx.GraphModule, inputs: list[Any]) -> Any:
     """``module(*inputs)``; ``inputs`` is empty afterwards. ``module`` must not change after its first run."""
     if module not in _boxed:
-        graph = copy.deepcopy(module.graph)
+        graph = segmented(module.graph, Segment) if module.meta.get(COMPILE) else copy.deepcopy(module.graph)
         graph.set_codegen(BoxedCodeGen())
         boxed = fx.GraphModule(nn.Module(), graph, class_name=type(module).__name__)
         _boxed[module] = boxed.forward  # no hooks of a module: it is none of the user's

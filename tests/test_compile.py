@@ -1,0 +1,108 @@
+"""Emitted graphs compiled by Inductor: the same numbers, one compilation for all blocks of a class."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from dist.small_models import gpt2, gradients, largest_error, llama, tokens
+from torch import fx
+
+import autopar
+from autopar import Hints
+from autopar.errors import CompilerError
+from autopar.passes.collectives import KINDS
+from autopar.passes.segments import segmented
+from autopar.runtime import compiled, reference
+from autopar.runtime.simulate import run_ranks
+from autopar.specialize import specialize
+
+BOUND = 1e-5
+
+
+def cut(graph: fx.Graph) -> tuple[fx.Graph, list[fx.GraphModule]]:
+    """The outer graph of ``graph``, and its segments, which run as they are."""
+    segments: list[fx.GraphModule] = []
+
+    def make(module: fx.GraphModule) -> Any:
+        segments.append(module)
+
+        def run(*inputs: Any) -> Any:
+            return module(*inputs)
+
+        return run
+
+    return segmented(graph, make), segments
+
+
+@pytest.mark.parametrize("hints", [Hints(dp=2, tp=2, zero=3), Hints(tp=4, recompute="full")], ids=str)
+def test_segments_compute_the_same(hints: Hints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank simulated: forward and backward cut in segments give the same tensors to the last bit, the collectives
+    stand in the same order, and the blocks share their segments."""
+    model, batch = llama(), tokens(8, 8)
+    plan = autopar.plan(model, "cpu:4", hints=hints, example_inputs=batch)
+    special = specialize(model, plan, (), batch)
+    seen = []
+
+    def check(module: fx.GraphModule, inputs: Any, mesh: Any, traffic: Any = None) -> list[list[torch.Tensor]]:
+        truth = run_ranks(module, inputs, mesh, traffic)
+        outer, segments = cut(module.graph)
+        found = run_ranks(fx.GraphModule(torch.nn.Module(), outer), inputs, mesh)
+        assert all(torch.equal(a, b) for x, y in zip(found, truth, strict=True) for a, b in zip(x, y, strict=True))
+        assert [n.target for n in outer.nodes if n.target in KINDS] == [
+            n.target for n in module.graph.nodes if n.target in KINDS
+        ]
+        kinds = Counter(segment.code for segment in segments)
+        inside = sum(n.op == "call_function" for segment in segments for n in segment.graph.nodes)
+        seen.append((max(kinds.values()), inside / sum(n.op == "call_function" for n in module.graph.nodes)))
+        return truth
+
+    monkeypatch.setattr(reference, "run_ranks", check)
+    reference.run_sharded(model, special, reference.Batch((), batch, 1, "sgd"))
+    assert len(seen) == 2
+    for shared, inside in seen:
+        assert shared >= 2  # at least the blocks that are neither first nor last
+        assert inside > 0.4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [lambda n: llama(num_hidden_layers=n), lambda n: gpt2(0.0, layers=n)],
+                         ids=["llama", "gpt2"])  # fmt: skip
+def test_equal_to_eager_and_compiled_once(make: Any) -> None:
+    """On one rank: loss and gradients of a plain loop and of train_step within the bound of float32; and a model of
+    five blocks needs no more compilations than one of four."""
+    batch, counts = tokens(8, 8), []
+    for layers in (4, 5):
+        reference_model = make(layers)
+        before = compiled.compilations()
+        model = autopar.parallelize(
+            copy.deepcopy(reference_model), cluster="cpu:1", example_inputs=batch, compile=True,
+            hints=Hints(recompute="full"),
+        )  # fmt: skip
+        model(**batch).loss.backward()
+        counts.append(compiled.compilations() - before)
+        reference_model(**batch).loss.backward()
+        for _ in range(2):
+            found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+            error, name = largest_error(found, gradients(reference_model))
+            assert error <= BOUND, (error, name)
+            model.zero_grad()
+            model.train_step(**batch)
+    assert counts[0] > 0 and counts[1] == 0
+
+
+def test_no_compiler_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One error at parallelize, with what is missing, not at the first step."""
+
+    def fails(module: Any, inputs: Any) -> Any:
+        raise RuntimeError("g++: command not found\nmore")
+
+    compiled.check_compiler.cache_clear()
+    monkeypatch.setattr(compiled, "compile_graph", fails)
+    with pytest.raises(CompilerError, match=r"nothing can be compiled here[\s\S]*C\+\+ compiler[\s\S]*not found") as e:
+        autopar.parallelize(llama(num_hidden_layers=1), cluster="cpu:1", example_inputs=tokens(), compile=True)
+    assert "more" not in str(e.value)
+    compiled.check_compiler.cache_clear()
