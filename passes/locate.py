@@ -41,7 +41,6 @@ class Located:
     """One phase: its nodes, its outputs by name, the stage ``at`` which located nodes are, and for shared ones the
     stages that have a summand, in ``shares``."""
 
-    phase: Phase
     nodes: list[fx.Node]
     outputs: dict[str, fx.Node]
     at: dict[fx.Node, int] = field(default_factory=dict)
@@ -53,7 +52,7 @@ class Located:
         values = phase.module.graph.output_node().args[0]
         assert isinstance(values, tuple | list)
         outputs: dict[str, fx.Node] = dict(zip(phase.outputs, values, strict=True))  # type: ignore[arg-type]
-        return Located(phase, list(phase.module.graph.nodes), outputs)
+        return Located(list(phase.module.graph.nodes), outputs)
 
     @property
     def calls(self) -> list[fx.Node]:
@@ -148,14 +147,14 @@ def locate_backward(phase: Phase, label: Label, count: int, forward: Located) ->
         of_module.setdefault(node.meta["module"], set()).add(stage)
     for node in graph.nodes:
         if node.op == "placeholder" and (saved := forward.outputs.get(node.name)) in forward.at:
-            graph.at[node] = forward.at[saved]  # type: ignore[index]
+            graph.at[node] = forward.at[saved]
         elif node.op == "call_function" and not is_gradient(node) and node.name in known:
             graph.at[node] = known[node.name]
         elif node.op == "call_function":
             own = label(node)  # where the forward of its module really is tells more: a module may be used twice
             stages = of_module.get(node.meta["module"], {own} if own is not None else set())
-            if (stage := _backward_stage(graph, node, stages)) is not None:
-                graph.at[node] = stage
+            if (found := _backward_stage(graph, node, stages)) is not None:
+                graph.at[node] = found
     _share(graph)
     for node in graph.outputs.values():
         if node not in graph.at:  # made of nothing that is located: where its parameter is

@@ -283,7 +283,7 @@ class _Cutter:
 
 
 def _located(phase: Phase | None, locate: Callable[[Phase], Located]) -> Located:
-    return locate(phase) if phase is not None else Located(None, [], {})
+    return locate(phase) if phase is not None else Located([], {})
 
 
 def _stand(node: fx.Node, stands: Mapping[fx.Node, fx.Node]) -> fx.Node:

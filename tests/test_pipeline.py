@@ -327,6 +327,7 @@ def test_a_pipeline_is_filled_where_the_micro_batch_size_is_open() -> None:
 # -- simulation --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_llama_on_two_stages_of_two_ranks() -> None:
     """Tied embeddings on the first and the last stage, tensor parallelism inside, and half of the work a stage."""
     report = verified(LLAMA, 4, pp=2, tp=2, schedule="interleaved-zb", micro_batch_size=2,
@@ -382,11 +383,12 @@ def test_a_plan_is_carried_to_a_smaller_model() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("schedules", [
-    ["1f1b"],
-    pytest.param(["gpipe", "interleaved", "interleaved-zb", "zbv", "dualpipev"], marks=pytest.mark.slow),
+@pytest.mark.parametrize(("processes", "schedules"), [
+    (2, ["1f1b"]),
+    pytest.param(4, ["gpipe", "1f1b", "interleaved"], marks=pytest.mark.slow),
+    pytest.param(4, ["interleaved-zb", "zbv", "dualpipev"], marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_real_pipelines_equal_eager(schedules: list[str]) -> None:
-    """Two stages a pipeline of two ranks each: losses, gradients and parameters of three steps, each graph once a
-    micro-batch, evaluation (``tests/dist/pipeline.py``)."""
-    assert_all_ok(torchrun(4, SCRIPTS / "pipeline.py", *schedules), 4, schedules)
+def test_real_pipelines_equal_eager(processes: int, schedules: list[str]) -> None:
+    """Losses, gradients and parameters of three steps, one with a micro-batch of which no label counts; parameters of
+    its own stages on every rank; each graph once a micro-batch; evaluation (``tests/dist/pipeline.py``)."""
+    assert_all_ok(torchrun(processes, SCRIPTS / "pipeline.py", *schedules), processes, schedules)

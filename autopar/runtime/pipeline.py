@@ -25,7 +25,7 @@ from autopar.runtime.release import run_and_release
 from autopar.runtime.shapes import shapes_of
 from autopar.runtime.stages import StageRun
 from autopar.runtime.step import combine
-from autopar.runtime.transport import Channel, execute
+from autopar.runtime.transport import Channel, scheduled
 from autopar.schedule import stage_ranks, torch_order
 from autopar.sharding.layout import Mesh, TensorSpec
 from autopar.sharding.stages import homes
@@ -55,12 +55,18 @@ def shown(tree: nn.Module, held: Iterable[str]) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A program made ready for this rank: all stages, the specs of what travels between them, by name, and the names of
-    its results."""
+    """A program made ready for this rank: all stages, the channels of its own, the names of its results, and for a step
+    what runs the schedule."""
 
     stages: tuple[Stage, ...]
-    specs: dict[str, TensorSpec]
+    channels: dict[int, Channel]
     results: tuple[str, ...]
+    run: Callable[[], None] | None = None
+
+    def release(self) -> None:
+        """Let go of the values of the last run."""
+        for channel in self.channels.values():
+            del channel.run
 
 
 def make_pipeline(plan: Plan) -> Pipeline | None:
@@ -126,7 +132,12 @@ class Pipeline:
         for s in self.own:
             for phase in stages[s].phases:
                 bind(phase.module)
-        loaded = self._loaded[program] = _Loaded(stages, known | found, phases.results)
+        channels = {s: Channel(s, stages[s], known | found, self.ranks, self.device, self.group) for s in self.own}
+        run = None
+        if isinstance(program, StepProgram):
+            orders = torch_order(program.schedule, program.pp, len(stages), program.count)
+            run = scheduled(list(channels.values()), orders, program.count)
+        loaded = self._loaded[program] = _Loaded(stages, channels, phases.results, run)
         return loaded
 
     # -- parameters of several stages ---------------------------------------------------------------------------------
@@ -160,26 +171,18 @@ class Pipeline:
         that this rank holds, None for others. ``given`` has of parameters those that it holds."""
         sums, inputs = program.phases.sums, {**given, **micro_batches[0]}
         loaded = self._loaded.get(program) or self._load(program, program.stages, program.phases, inputs, bind)
-        runs = {s: StageRun(loaded.stages[s], sums, given, micro_batches, run_and_release, combine) for s in self.own}
-        for run in runs.values():
-            run.begin()
-        channels = self._channels(loaded, runs)
-        order = torch_order(program.schedule, program.pp, len(loaded.stages), program.count)
-        execute(channels, order, program.count)
+        assert loaded.run is not None
+        for s, channel in loaded.channels.items():
+            channel.run = StageRun(loaded.stages[s], sums, given, micro_batches, run_and_release, combine)
+            channel.run.begin()
+        loaded.run()
         found: dict[str, Tensor] = {}
-        for run in runs.values():
-            for name, value in run.end().items():
+        for channel in loaded.channels.values():
+            for name, value in channel.run.end().items():
                 found[name] = found[name] + value if name in found else value
+        loaded.release()
         results = self._everywhere(program, loaded.stages, program.phases.results, program.places, found)
         return results, self._gradients(program, found)
-
-    def _channels(self, loaded: _Loaded, runs: Mapping[int, StageRun]) -> list[Channel]:
-        channels = []
-        for s, run in runs.items():
-            channel = Channel(s, loaded.stages[s], loaded.specs, self.ranks, self.device, self.group)
-            channel.run = run
-            channels.append(channel)
-        return channels
 
     def _gradients(self, program: StepProgram, found: Mapping[str, Tensor]) -> list[Tensor | None]:
         """The gradients of the parameters that this rank holds, those of several ranks summed up."""
@@ -238,25 +241,25 @@ class Pipeline:
             stages = cut_stages(phases, special.units, held, [node.name for node in inputs])
             self._load(special, stages, phases, given, bind)
         loaded = self._loaded[special]
-        names = loaded.results
-        runs = {s: StageRun(loaded.stages[s], {}, given, [{}], run_and_release, combine) for s in self.own}
-        found = self._forward(self._channels(loaded, runs))
-        return tuple(self._everywhere(special, loaded.stages, names, range(len(names)), found))
+        for s, channel in loaded.channels.items():
+            channel.run = StageRun(loaded.stages[s], {}, given, [{}], run_and_release, combine)
+            channel.run.begin()
+        found = self._forward(loaded.channels)
+        loaded.release()
+        return tuple(self._everywhere(special, loaded.stages, loaded.results, range(len(loaded.results)), found))
 
-    def _forward(self, channels: Sequence[Channel]) -> dict[str, Tensor]:
+    def _forward(self, channels: Mapping[int, Channel]) -> dict[str, Tensor]:
         """Run this rank's stages forward, in order; what they end with, by name."""
-        here, sent, found = {c.stage_index: c for c in channels}, list[Any](), dict[str, Tensor]()
-        for s, channel in here.items():
+        sent, found = list[Any](), dict[str, Tensor]()
+        for s, channel in channels.items():
             run = channel.run
-            assert run is not None
-            run.begin()
-            if s > 0 and s - 1 not in here:
+            if s > 0 and s - 1 not in channels:
                 for work in start_p2p(channel.get_fwd_recv_ops(0)):
                     work.wait()
                 run.values[0].update(channel.received.pop(("F", 0)))
             run.act("F", 0)
-            if s + 1 in here:
-                here[s + 1].run.values[0].update(run.hand_on("F", 0))
+            if s + 1 in channels:
+                channels[s + 1].run.values[0].update(run.hand_on("F", 0))
             elif s + 1 < len(self.ranks):
                 sent += start_p2p(channel.get_fwd_send_ops(0))
             found |= run.end()

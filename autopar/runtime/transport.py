@@ -3,7 +3,8 @@ actions of torch's schedule runtime."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from autopar.sharding.layout import TensorSpec
 
 
 class Channel(pipeline_stage()):  # type: ignore[misc]
-    """The ends of one stage's connections to the stages before and after it, and during a step its `StageRun`.
+    """The ends of one stage's connections to the stages before and after it, and during a step its ``run``.
 
     ``specs`` are those of everything that it receives, ``ranks`` the place on the pp axis of every stage.
     """
@@ -33,8 +34,9 @@ class Channel(pipeline_stage()):  # type: ignore[misc]
     ) -> None:
         super().__init__(nn.Module(), index, len(ranks), device, group)
         self.stage, self.specs, self.ranks = stage, specs, ranks
-        self.args_recv_info, self.act_send_info = {0: ()}, {}
-        self.run: StageRun | None = None
+        self.args_recv_info: dict[int, tuple[()]] = {0: ()}
+        self.act_send_info: dict[int, Any] = {}
+        self.run: StageRun
         self.received: dict[tuple[str, int], dict[str, Tensor]] = {}
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
@@ -77,14 +79,14 @@ class Channel(pipeline_stage()):  # type: ignore[misc]
 
     def send(self, way: str, micro_batch: int, target: int) -> list[dist.P2POp]:
         """Sends of what the stage has for ``target``."""
-        assert self.run is not None
         peer = dist.get_global_rank(self.group, self.ranks[target])
         handed_on = self.run.hand_on(way, micro_batch)
         return [dist.P2POp(dist.isend, value.contiguous(), peer, self.group) for value in handed_on.values()]
 
 
-def execute(channels: Sequence[Channel], orders: dict[int, list[Any]], micro_batches: int) -> None:
-    """Run a step's actions of this rank's stages; ``orders`` are those of every rank of the pp axis."""
+def scheduled(channels: Sequence[Channel], orders: dict[int, list[Any]], micro_batches: int) -> Callable[[], None]:
+    """What runs a step's actions of this rank's stages, each `Channel.run` set before; ``orders`` are those of every
+    rank of the pp axis."""
     here = {channel.stage_index: channel for channel in channels}
 
     def act(action: Any, context: Any) -> None:
@@ -92,13 +94,12 @@ def execute(channels: Sequence[Channel], orders: dict[int, list[Any]], micro_bat
             kind, micro_batch = part.computation_type.value, part.microbatch_index
             _act(context.schedule_ref, here, part.stage_index, kind, micro_batch)
 
-    run_actions(pipeline_runtime(list(channels), micro_batches, orders, act), micro_batches)
+    return functools.partial(run_actions, pipeline_runtime(list(channels), micro_batches, orders, act), micro_batches)
 
 
 def _act(runtime: Any, here: Mapping[int, Channel], index: int, kind: str, micro_batch: int) -> None:
     """One action: take over what has arrived, run, hand on to a neighbour on the same rank."""
     channel, run = here[index], here[index].run
-    assert run is not None
     way = "F" if kind == "F" else "B"
     waiting = runtime.fwd_recv_ops if kind == "F" else runtime.bwd_recv_ops
     for work in waiting.pop((index, micro_batch), []) if kind != "W" else []:
@@ -107,5 +108,4 @@ def _act(runtime: Any, here: Mapping[int, Channel], index: int, kind: str, micro
     run.act(kind, micro_batch)
     neighbour = here.get(index + (1 if kind == "F" else -1))
     if neighbour is not None and kind != "W":
-        assert neighbour.run is not None
         neighbour.run.values[micro_batch].update(run.hand_on(way, micro_batch))

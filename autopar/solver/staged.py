@@ -19,7 +19,7 @@ from autopar.sharding.assignment import result_layouts
 from autopar.sharding.operators import Operators, Value
 from autopar.sharding.recompute import Kept, kept, made_again
 from autopar.sharding.stages import homes, stage_of
-from autopar.sharding.zero import Zero
+from autopar.sharding.zero import Keeping, Zero
 from autopar.solver.collectives import collectives
 from autopar.solver.costs import Prices
 from autopar.solver.pipeline import Pipeline
@@ -136,7 +136,7 @@ def _stage(
     operators: Operators,
     prices: Prices,
     held: Kept,
-    keep: Mapping[str, object],
+    keep: Mapping[str, Keeping],
     micro_batches: int,
     at: Mapping[fx.Node, int],
 ) -> _Stage:
@@ -197,7 +197,7 @@ def _memory(
     operators: Operators,
     optimizer: str,
     held: Kept,
-    keep: Mapping[str, object],
+    keep: Mapping[str, Keeping],
     micro_batches: int,
     pipeline: Pipeline,
     activations: float,

@@ -1,4 +1,5 @@
-"""torchrun pipeline.py SCHEDULE...: two stages a pipeline on four ranks, three steps with each schedule, in float64."""
+"""torchrun pipeline.py SCHEDULE...: three steps with each schedule in float64, on four ranks as in `LAYOUTS`, or on two
+ranks that are two stages."""
 
 from __future__ import annotations
 
@@ -83,6 +84,8 @@ def check_graphs(ran: Counter[str], model: Any, schedule: str) -> None:
 
 def run(schedule: str) -> None:
     make, hints = LAYOUTS[schedule]
+    if dist.get_world_size() == 2:
+        hints = {"pp": 2, "micro_batch_size": 2}
     reference = (make(0.1, layers=2) if make is gpt2 else make(num_hidden_layers=2)).double()
     batches = [tokens(8, 8, seed=i) for i in range(3)]
     batches[1]["labels"][2:4] = -100  # a micro-batch of which no label counts
