@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ from dist.small_models import encoded, llama, tokens
 from torch import Tensor, fx, nn
 
 import autopar
-from autopar import Hints, Workload
+from autopar import Cluster, Hints, Workload
+from autopar.capture.graph import Captured
 from autopar.errors import WorkloadError
 from autopar.passes.collectives import ALL_GATHER, ALL_REDUCE, KINDS, REDUCE_SCATTER, axis_of, group_argument
 from autopar.runtime.precision import mixed_call
 from autopar.runtime.reference import exact_float64
+from autopar.solver.search import search
 from autopar.specialize import capture_batch, specialize, specialize_step
 
 BF16, FP16 = Workload(param_dtype="bfloat16"), Workload(param_dtype="float16")
@@ -41,22 +44,30 @@ def small_encoder() -> Model:
 
 
 @functools.cache
+def captured_llama(workload: Workload) -> tuple[nn.Module, dict[str, Tensor], Captured]:
+    """The Llama with its batch and its graph."""
+    model, batch = small_llama()
+    return model, batch, capture_batch(model, (), batch, precision=workload.precision)
+
+
+@functools.cache
 def graphs(hints: Hints, workload: Workload) -> tuple[nn.Module, autopar.Plan, fx.Graph, fx.Graph]:
     """The Llama with its plan, its forward and its backward."""
-    model, batch = small_llama()
-    plan = autopar.plan(model, "cpu:4", hints=hints, workload=workload, example_inputs=batch)
-    special = specialize(model, plan, (), batch)
+    model, batch, captured = captured_llama(workload)
+    plan = search(model, captured, Cluster.parse("cpu:4"), replace(workload, global_batch=8), hints)
+    special = specialize(model, plan, (), batch, captured=captured)
     assert special.program.backward is not None
     return model, plan, special.program.forward.graph, special.program.backward.graph
 
 
-@pytest.mark.parametrize("workload", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("name", "workload"), [
+    ("zero3-dp2-tp2", BF16),
+    *(pytest.param(name, BF16, marks=pytest.mark.slow) for name in PLANS if name != "zero3-dp2-tp2"),
+    pytest.param("zero3-dp2-tp2", FP16, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_mixed_step_is_as_near_to_the_truth_as_by_hand(name: str, workload: Workload) -> None:
     """Every rank simulated against one process that casts float32 masters itself: loss, gradients and parameters after
     a step of AdamW have at most 1.5 times its RMS error against float64. Gradients come in float32."""
-    if workload is FP16 and name != "zero3-dp2-tp2":
-        pytest.skip("one layout in float16")
     model, batch = small_llama()
     report = autopar.verify(model, "cpu:4", hints=PLANS[name], workload=workload, example_inputs=batch)
     assert report.ok, str(report)
@@ -65,6 +76,7 @@ def test_a_mixed_step_is_as_near_to_the_truth_as_by_hand(name: str, workload: Wo
     assert report.flops_share <= 1.1 / 4
 
 
+@pytest.mark.slow
 def test_the_same_casts_in_exact_numbers() -> None:
     """float64 masters used in float32: every difference to the same by hand is float32's, so a wrong scale or a
     gradient left out cannot hide behind rounding."""
@@ -80,7 +92,7 @@ def test_the_same_casts_in_exact_numbers() -> None:
 def test_by_hand_means_a_copy_in_16_bits() -> None:
     """The reference of these tests itself: gradients of float32 masters are the bf16 copy's own, cast."""
     model, batch = small_llama()
-    captured = capture_batch(model, (), batch, precision=BF16.precision)
+    captured = captured_llama(BF16)[2]
     mixed_call(model, captured, (), batch).loss.backward()
     narrow = copy.deepcopy(model)
     for q in narrow.parameters():  # not model.bfloat16(), which would cast buffers too
@@ -114,6 +126,7 @@ def test_what_is_on_the_wire() -> None:
         assert len([n for n in mixed.nodes if n.target in KINDS]) == len([n for n in plain.nodes if n.target in KINDS])
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_in_the_dtype_asked_for() -> None:
     """bf16 if the workload says so, float32 for a bf16 model without masters if it says that."""
     model, batch = small_llama()
@@ -133,6 +146,7 @@ def test_gradients_are_reduced_in_the_dtype_asked_for() -> None:
     assert report.traffic.bytes["reduce_scatter", "dp"] == 4 * nbytes
 
 
+@pytest.mark.slow
 def test_state_rests_in_the_masters_dtype() -> None:
     """Memory of a plan: parameters, gradients and AdamW's state in float32, activations in bf16 (and what the model
     itself keeps wide), against all in float32."""
@@ -142,6 +156,7 @@ def test_state_rests_in_the_masters_dtype() -> None:
     assert 0.5 * wide["activations"] <= mixed["activations"] < 0.8 * wide["activations"]
 
 
+@pytest.mark.slow
 def test_floating_point_inputs_are_cast() -> None:
     """As FSDP2's mixed precision policy does with what a module is called with."""
     model, batch = small_encoder()
@@ -152,6 +167,7 @@ def test_floating_point_inputs_are_cast() -> None:
     assert {p.master for p in captured.parameters} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_micro_batches_are_summed_in_float32() -> None:
     """What a step adds up over micro-batches are float32 values, before or after the reduction over ranks."""
     model, batch = small_llama()

@@ -9,12 +9,14 @@ import pytest
 from dist.small_models import llama, tokens
 
 import autopar
-from autopar import Hints, Workload
+from autopar import Cluster, Hints, Workload
+from autopar.capture.graph import Captured
 from autopar.passes.collectives import ALL_GATHER, KINDS, REDUCE_SCATTER, axis_of, group_argument
 from autopar.plan import Plan
 from autopar.runtime.reference import exact_float64
 from autopar.sharding.zero import Keeping, keeping
-from autopar.specialize import specialize, specialize_step
+from autopar.solver.search import search
+from autopar.specialize import capture_batch, specialize, specialize_step
 
 LAYERS, SAMPLES = 2, 8
 #: Blocks, and the root with embedding (tied to the head) and last norm: what FSDP2 gathers at once.
@@ -40,11 +42,17 @@ def hints(kind: str, micro_batches: int, **degrees: int) -> Hints:
 
 
 @functools.cache
-def planned(kind: str, micro_batches: int, workload: Workload = Workload()) -> Plan:  # noqa: B008  frozen
+def planned(kind: str, micro_batches: int) -> Plan:
     """The plan on four ranks of dp."""
-    return autopar.plan(
-        model(), "cpu:4", hints=hints(kind, micro_batches), workload=workload, example_inputs=tokens(SAMPLES, 8)
-    )
+    workload = Workload(global_batch=SAMPLES)
+    return search(*captured(), Cluster.parse("cpu:4"), workload, hints(kind, micro_batches))
+
+
+@functools.cache
+def captured() -> tuple[Any, Captured]:
+    """The model and its graph."""
+    whole = model()
+    return whole, capture_batch(whole, (), tokens(SAMPLES, 8))
 
 
 def per_step(kind: str, m: int) -> dict[str, tuple[int, int]]:
@@ -59,8 +67,11 @@ def per_step(kind: str, m: int) -> dict[str, tuple[int, int]]:
     }[kind]
 
 
-@pytest.mark.parametrize("m", [2, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS_OF_ZERO)
+@pytest.mark.parametrize(("kind", "m"), [
+    ("1", 2), ("SHARD_GRAD_OP", 2),
+    *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in ("0", "2", "3")),
+    *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in KINDS_OF_ZERO),
+])  # fmt: skip
 def test_a_step_communicates_as_the_table_says(kind: str, m: int) -> None:
     """Every rank simulated, in float64 to 1e-10; what rank 0 sent is counted as it ran, and is what the plan says.
     Besides parameters and gradients, single numbers are all-reduced over dp."""
@@ -84,26 +95,26 @@ def test_a_step_communicates_as_the_table_says(kind: str, m: int) -> None:
 
 def test_saved_values() -> None:
     """ZeRO-3 keeps no gathered parameter for the backward, neither in the plain loop nor in a step; SHARD_GRAD_OP keeps
-    all of them, ZeRO-1 and 2 make them once a step."""
-    whole, batch = model(), tokens(SAMPLES, 8)
+    all of them, ZeRO-1 makes them once a step."""
+    (whole, graph), batch = captured(), tokens(SAMPLES, 8)
     nbytes = sum(p.nbytes for p in whole.parameters())
     saved = {}
     for kind in ("SHARD_GRAD_OP", "3"):
-        program = specialize(whole, planned(kind, 1), (), batch).program
+        program = specialize(whole, planned(kind, 1), (), batch, captured=graph).program
         assert program.backward is not None
         gathers = [n for n in program.backward.graph.nodes if n.target is ALL_GATHER]
         assert len(gathers) == (UNITS if kind == "3" else 0)
         saved[kind] = planned(kind, 1).memory
     assert saved["3"].get("copies", 0) == 0 and saved["SHARD_GRAD_OP"]["copies"] == nbytes
-    for kind in ("1", "2"):
-        phases = specialize_step(whole, planned(kind, 2), (), batch).phases
-        assert phases.once is not None and phases.backward is not None
-        made = [name for name in phases.once.outputs if name in phases.forward.inputs]
-        assert len(made) >= len(list(whole.parameters()))
-        for phase in (phases.forward, phases.backward):
-            assert not [n for n in phase.module.graph.nodes if n.target is ALL_GATHER]
+    phases = specialize_step(whole, planned("1", 2), (), batch, captured=graph).phases
+    assert phases.once is not None and phases.backward is not None
+    made = [name for name in phases.once.outputs if name in phases.forward.inputs]
+    assert len(made) >= len(list(whole.parameters()))
+    for phase in (phases.forward, phases.backward):
+        assert not [n for n in phase.module.graph.nodes if n.target is ALL_GATHER]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS_OF_ZERO)
 def test_memory_of_a_plan(kind: str) -> None:
     """Bytes written out: with B bytes of parameters on four ranks, AdamW, two micro-batches."""
@@ -115,7 +126,8 @@ def test_memory_of_a_plan(kind: str) -> None:
     assert memory.get("copies", 0) == (0 if kind in ("0", "3") else nbytes)
 
 
-@pytest.mark.parametrize("kind", ["1", "2", pytest.param("SHARD_GRAD_OP", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["1", "2", "SHARD_GRAD_OP"])
 def test_beside_tensor_parallelism_and_masters(kind: str) -> None:
     """dp 2 x tp 2, bf16 copies of float32 masters, two micro-batches: as near to float64 as one process."""
     workload = Workload(param_dtype="bfloat16")
@@ -129,10 +141,12 @@ def test_beside_tensor_parallelism_and_masters(kind: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_where_gradients_are_reduced() -> None:
     """In the backward of every micro-batch, or at the end of a step."""
     for kind in ("1", "2"):
-        phases = specialize_step(model(), planned(kind, 2), (), tokens(SAMPLES, 8)).phases
+        whole, graph = captured()
+        phases = specialize_step(whole, planned(kind, 2), (), tokens(SAMPLES, 8), captured=graph).phases
         assert phases.backward is not None
         found = [
             [n.target for n in phase.module.graph.nodes if n.target in KINDS and axis_of(group_argument(n)) == "dp"]

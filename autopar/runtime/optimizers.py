@@ -45,7 +45,7 @@ class WholeOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], kind: Callable[..., torch.optim.Optimizer], **arguments: Any) -> None:
-        super().__init__(params, arguments)
+        super().__init__(params, kind([nn.Parameter(torch.empty(1, 1))], **arguments).defaults)
         split = [p for group in self.param_groups for p in group["params"]]
         for p in split:
             if not isinstance(p, DTensor):
@@ -62,16 +62,13 @@ class WholeOptimizer(torch.optim.Optimizer):
             self._gather(p)
         own = [{**group, "params": self._own(group["params"])} for group in self.param_groups]
         self._inner = kind(own, **arguments) if any(group["params"] for group in own) else None
-        if self._inner is not None:
-            for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-                outer.update({key: value for key, value in inner.items() if key not in outer})
 
     def _own(self, params: Iterable[Tensor]) -> list[nn.Parameter]:
         return [self._whole[p] for p in params if p in self._whole]
 
     def _gather(self, p: DTensor) -> None:
         """Take the owner's whole copy of a parameter from its pieces."""
-        whole = p.detach().full_tensor()
+        whole: Tensor = p.full_tensor().detach()
         if self._owners[p] == _coordinate(p.device_mesh):
             if p in self._whole:
                 self._whole[p].data.copy_(whole)
@@ -80,7 +77,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         self._versions[p] = version(p)[:2]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient. Every rank must call it."""
         loss = None
         if closure is not None:

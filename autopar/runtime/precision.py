@@ -22,6 +22,6 @@ def mixed_call(model: nn.Module, captured: Captured, args: tuple[Any, ...], kwar
     """``model(*args, **kwargs)`` as one process computes it by hand: parameters that have masters, and inputs, cast to
     the dtypes in which they are used. Gradients come back in the masters' dtype."""
     used = iter(inputs_as_used(captured, batch_tensors(args, kwargs)))
-    args, kwargs = pytree.tree_map_only(Tensor, lambda _: next(used), (args, dict(kwargs)))
+    args, given = pytree.tree_map_only(Tensor, lambda _: next(used), (args, dict(kwargs)))
     cast = {p.name: model.get_parameter(p.name).to(p.spec.dtype) for p in captured.parameters if p.master is not None}
-    return functional_call(model, cast, args, kwargs) if cast else model(*args, **kwargs)
+    return functional_call(model, cast, args, given) if cast else model(*args, **given)
