@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,23 +22,35 @@ from autopar.capture.hf_padding import padded
 from autopar.errors import InputError, RuntimeFailure
 from autopar.hints import parse_bytes
 from autopar.passes.bind import bind
-from autopar.passes.locate import homes
 from autopar.passes.partition import Program
 from autopar.plan import Plan
 from autopar.runtime.accumulate import Accumulator
 from autopar.runtime.autocast import as_captured, autocast_state
-from autopar.runtime.batches import check_alike, describe, warn_of
+from autopar.runtime.batches import (
+    NOT_A_NUMBER,
+    check_alike,
+    check_parts,
+    compares_contents,
+    contents,
+    describe,
+    warn_of,
+)
 from autopar.runtime.cache import CACHE_SIZE, Cache, CacheEntry
 from autopar.runtime.clip import clip
+from autopar.runtime.copies import StepCopies
+from autopar.runtime.failure import guarded
+from autopar.runtime.optimizers import refuse_pieces
 from autopar.runtime.outputs import Deferred, OutputTensor, stale
 from autopar.runtime.parameters import Fill, as_dtensor, layouts_of, own_pieces, parallel_tree
 from autopar.runtime.pipeline import make_pipeline, no_forward, parameter_names, shown
 from autopar.runtime.precision import inputs_as_used
 from autopar.runtime.process import agree, host_group, make_device_mesh, placements
 from autopar.runtime.program import Emitted, Makers, Specialization, StepProgram
-from autopar.runtime.release import run_and_release
+from autopar.runtime.release import COMPILE, run_and_release
 from autopar.runtime.save import gathered, save
 from autopar.runtime.step import run_step, step_inputs
+from autopar.runtime.versions import count_steps, version
+from autopar.sharding.stages import homes
 from autopar.workload import Workload
 
 
@@ -55,8 +68,9 @@ class _Step(torch.autograd.Function):
         *parameters: DTensor,
     ) -> tuple[Tensor, ...]:
         values = {**given, **_local(special, parameters)}
+        values.update(module._copies.take(program, parameters, values, run_and_release))
         with as_captured(module.device_mesh.device_type):
-            outputs = program.forward(*(values[name] for name in program.forward_inputs))
+            outputs = run_and_release(program.forward, [values[name] for name in program.forward_inputs])
         results, saved = outputs[: program.num_results], outputs[program.num_results :]
         values.update(zip(program.saved, saved, strict=True))
         kept = [name for name in program.backward_inputs if name in values]
@@ -69,6 +83,7 @@ class _Step(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @guarded("backward")
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
         special: Specialization = ctx.special
         program: Program = ctx.program
@@ -131,7 +146,13 @@ class ParallelModule(nn.Module):
     grad_scaler: torch.amp.GradScaler | None = None
 
     def __init__(
-        self, model: nn.Module, plan: Plan, makers: Makers, inputs: str = "global", fill: Fill | None = None
+        self,
+        model: nn.Module,
+        plan: Plan,
+        makers: Makers,
+        inputs: str = "global",
+        fill: Fill | None = None,
+        compile: bool = False,
     ) -> None:
         super().__init__()
         self.__dict__["_original"] = None
@@ -152,12 +173,16 @@ class ParallelModule(nn.Module):
             self.register_buffer(name, b, persistent=name not in own._non_persistent_buffers_set)
         self.__dict__.update(_original=tree, _storage=storage, plan=plan, mesh=mesh, device_mesh=device_mesh)
         self.__dict__.update(_pipeline=pipeline, _makers=makers, _inputs=inputs, _cache=Cache(), _told=set())
+        self.__dict__.update(_calls=0, _last_loss=None, _compiles=compile)
         self.__dict__.update(_programs=weakref.WeakKeyDictionary(), _keeps_all=False)
         device = torch.device(device_mesh.device_type)
         self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
         self.__dict__.update(_buckets=Workload.from_dict(plan.workload).pad_to)
         group = device_mesh.get_group("dp").group_name
         self.__dict__["_accumulator"] = Accumulator(group, self._coordinates, list(self.parameters()))
+        refuse_pieces()
+        count_steps()
+        self.__dict__["_copies"] = StepCopies()
         self.__dict__["seed"] = torch.tensor([agree(torch.initial_seed() % 2**62), 0], device=device)
         self.train(model.training)
 
@@ -206,6 +231,7 @@ class ParallelModule(nn.Module):
         self._accumulator.drop()
         super().zero_grad(set_to_none)
 
+    @guarded("train_step")
     def train_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of one global batch, in the plan's micro-batches; adds to ``grad`` of the parameters as
         ``backward`` does and returns the loss of the global batch, a number without a gradient::
@@ -249,7 +275,9 @@ class ParallelModule(nn.Module):
                 if gradient is not None:
                     self._add_gradient(program, p, gradient)
             self._update_buffers(program, dict(zip(program.places, results, strict=True)))
-        return results[program.places.index(program.loss)]
+        loss = results[program.places.index(program.loss)]
+        self._see_loss(loss)
+        return loss
 
     def _add_gradient(self, program: StepProgram, p: Parameter, piece: Tensor) -> None:
         """Add this rank's piece of a gradient to the parameter's ``grad``."""
@@ -293,6 +321,10 @@ class ParallelModule(nn.Module):
                 change="leave assign out",
             )
         pieces = own_pieces(state_dict, self, self._storage, self.mesh, self.device_mesh)
+        own = dict(self.named_parameters(remove_duplicate=False))
+        for name, _ in self._original.named_parameters(remove_duplicate=False):
+            if name not in own:  # of another pipeline stage
+                pieces.pop(name, None)
         return super().load_state_dict(pieces, strict=strict)
 
     def save_pretrained(self, directory: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
@@ -310,6 +342,7 @@ class ParallelModule(nn.Module):
             original.train(mode)
         return self
 
+    @guarded("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sharded program on the global batch, given whole on every rank or in parts. Returns what the model
         returns. RuntimeFailure, on every rank, if ranks have other shapes, modes or arguments than one another."""
@@ -327,6 +360,9 @@ class ParallelModule(nn.Module):
             defer = self.training and not self._keeps_all
             program = self._bound(special, Specialization.loss_only if defer else Specialization.whole)
             results = dict(zip(program.results, _Step.apply(self, special, program, given, *parameters), strict=True))
+        for place, result in results.items():
+            if result.dim() == 0 and special.captured.outputs[place].tangent is not None:
+                self._see_loss(result)
         self._update_buffers(special, results)
         return self._rebuild(special, results, given, parameters, length)
 
@@ -368,8 +404,10 @@ class ParallelModule(nn.Module):
             found: tuple[Tensor, ...] = self._pipeline.evaluate(special, values, self._bind)
             return found
         program = self._bound(special, Specialization.evaluation)
+        values.update(self._copies.take(program, parameters, values, run_and_release))
         with as_captured(self.device_mesh.device_type):
-            return program.forward(*(values[name] for name in program.forward_inputs))
+            outputs: tuple[Tensor, ...] = run_and_release(program.forward, [values[n] for n in program.forward_inputs])
+            return outputs
 
     @torch.no_grad()
     def _update_buffers(self, special: Emitted, results: dict[int, Tensor]) -> None:
@@ -389,10 +427,10 @@ class ParallelModule(nn.Module):
     ) -> Any:
         """What the model would have returned: its structure, with an `OutputTensor` or a `Deferred` for all but
         scalars; cut to ``length`` tokens where the batch was padded."""
-        versions = [p._version for p in parameters]
+        versions = [version(p) for p in parameters]
 
         def late(place: int) -> Tensor:
-            if versions != [p._version for p in parameters]:
+            if versions != [version(p) for p in parameters]:
                 raise stale(f"output {place}")
             self.__dict__["_keeps_all"] = True
             return self._output(special, place, self._evaluate(special, given, parameters)[place], length)
@@ -435,7 +473,8 @@ class ParallelModule(nn.Module):
         programs: dict[str, Program] = self._programs.setdefault(special, {})
         if make.__name__ not in programs:
             program = programs[make.__name__] = make(special)
-            for graph in (program.forward, program.backward):
+            copies = program.copies.module if program.copies is not None else None
+            for graph in (program.forward, program.backward, copies):
                 if graph is not None:
                     self._bind(graph)
         return programs[make.__name__]
@@ -459,8 +498,26 @@ class ParallelModule(nn.Module):
         cache: Cache[Any] = self._cache
         kept = "kept" if key in cache else "not made yet"
         modes = f"{what}, training={self.training}, gradients={torch.is_grad_enabled()}, {casts}, program {kept}"
-        check_alike(f"{describe(args, kwargs)}; {modes}", host_group())
+        self._check_batch(args, kwargs, modes)
         return cache.take(key, entry, lambda: load(args, kwargs))
+
+    def _see_loss(self, loss: Tensor) -> None:
+        """Warn, once and on every rank, of a loss that is not a number; on a GPU one call later, not to wait for it."""
+        last, self.__dict__["_last_loss"] = self._last_loss, loss.detach()
+        seen = loss if loss.device.type == "cpu" else last
+        if seen is not None and ("nan", None) not in self._told and bool(torch.isnan(seen)):
+            self._told.add(("nan", None))
+            warnings.warn(f"rank {dist.get_rank()}: {NOT_A_NUMBER}", UserWarning, stacklevel=3)
+
+    def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: str) -> None:
+        """RuntimeFailure on all ranks if their batches differ: in shapes always, in contents now and then."""
+        words, compared = f"{describe(args, kwargs)}; {modes}", compares_contents(self._calls)
+        self.__dict__["_calls"] += 1
+        digest = contents(batch_tensors(args, kwargs)) if compared and dist.get_world_size() > 1 else ""
+        whole = self._inputs == "global"
+        check_alike(f"{words}; contents {digest}" if digest and whole else words, host_group())
+        if digest and not whole:
+            check_parts(self.data_rank, digest, host_group())
 
     @property
     def specializations(self) -> tuple[CacheEntry, ...]:
@@ -495,6 +552,7 @@ class ParallelModule(nn.Module):
     def _bind(self, graph: fx.GraphModule) -> None:
         groups = {axis: self.device_mesh.get_group(axis).group_name for axis in self.mesh.names}
         bind(graph, groups, torch.device(self.device_mesh.device_type))
+        graph.meta[COMPILE] = self._compiles
 
     def _compare(self, program_hash: str) -> None:
         """Ranks must run the same program, or they would wait for one another for ever."""
