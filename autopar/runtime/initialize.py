@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from autopar._compat import OpOverload, TorchDispatchMode, pytree
 from autopar.capture.hf import is_transformers_model
 from autopar.capture.hf_weights import initialize_in_place, rebuild
 from autopar.errors import CaptureError
+from autopar.runtime.heap import trim
 from autopar.runtime.parameters import Pieces, layouts_of
 from autopar.runtime.process import agree
 from autopar.sharding.layout import Layout, Mesh
@@ -123,15 +123,7 @@ class _Pager(TorchDispatchMode):
             self.cutting = False
             slot.storage.resize_(0)
             held -= slot.bytes
-            _trim()
-
-
-def _trim() -> None:
-    """Have the C library return what was freed: it keeps up to 32 MiB blocks, and pieces made between them hold on to
-    the gaps (255 MiB of weights over 4 ranks: a peak of 166 MiB a rank without this, 84 with it)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
-    if trim is not None:
-        trim(0)
+            trim()
 
 
 def _key(tensor: Tensor) -> int:

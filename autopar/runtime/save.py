@@ -24,6 +24,7 @@ from autopar.capture.hf import is_transformers_model
 from autopar.capture.hf_weights import Group, groups_to_save, names_to_save, save_configs
 from autopar.errors import AutoparError, RuntimeFailure, WeightsError
 from autopar.plan import Plan
+from autopar.runtime.heap import trim
 from autopar.runtime.parameters import layouts_of
 from autopar.runtime.pipeline import parameter_names
 from autopar.runtime.process import agree, host_group
@@ -124,6 +125,7 @@ def save(model: nn.Module, gather: Gather, directory: str | os.PathLike[str], ma
         _on_writer(writes, unfinished.mkdir, parents=True)
         for name, parts in files.items():
             _write_file(model, gather, parts, unfinished / name, writes)
+            trim()
         _on_writer(writes, _complete, model, files, unfinished, target)
     finally:
         if writes:

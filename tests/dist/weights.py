@@ -215,7 +215,8 @@ def memory() -> None:
         before = resident("VmRSS")
         parallel.save_pretrained(FOLDER / "large-saved", max_shard_size="64MiB")
         saving = resident("VmHWM") - before
-        assert saving < (64 + 16 if dist.get_rank() == 0 else 16), saving
+        # one file, and a piece of the next tensor on its way; nothing on ranks that only send
+        assert saving < (64 + largest if dist.get_rank() == 0 else 16), saving
         what = "read" if weights else "initialised"
         say(f"{what}: {own:.0f} of {total:.0f} MiB, peak {peak:.0f} MiB, then {saving:.0f} MiB to save")
         del parallel
