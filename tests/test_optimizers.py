@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_distributed import SCRIPTS, assert_all_ok, torchrun
 
-PARTS = ["by_element", "whole_matrices", "clipping", "mixed", "loss_scale", "kept_copies"]
+PARTS = ["by_element", "whole_matrices", "clipping", "mixed", "loss_scale", "overflow_of_one_stage", "kept_copies"]
 
 
 @pytest.mark.slow

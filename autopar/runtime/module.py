@@ -43,7 +43,7 @@ from autopar.runtime.optimizers import refuse_pieces
 from autopar.runtime.outputs import Deferred, OutputTensor, stale
 from autopar.runtime.parameters import Fill, as_dtensor, layouts_of, own_pieces, parallel_tree
 from autopar.runtime.pipeline import make_pipeline, no_forward, parameter_names, shown
-from autopar.runtime.precision import inputs_as_used
+from autopar.runtime.precision import agree_on_overflow, inputs_as_used
 from autopar.runtime.process import agree, host_group, make_device_mesh, placements
 from autopar.runtime.program import Emitted, Makers, Specialization, StepProgram
 from autopar.runtime.release import COMPILE, run_and_release
@@ -274,6 +274,9 @@ class ParallelModule(nn.Module):
             for p, gradient in zip(trained, gradients, strict=True):
                 if gradient is not None:
                     self._add_gradient(program, p, gradient)
+            if self.grad_scaler is not None and self._pipeline is not None:
+                grads = [p.grad for p in self.parameters() if isinstance(p.grad, DTensor)]
+                agree_on_overflow(grads, torch.device(device))
             self._update_buffers(program, dict(zip(program.places, results, strict=True)))
         loss = results[program.places.index(program.loss)]
         self._see_loss(loss)

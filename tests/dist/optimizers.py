@@ -22,7 +22,7 @@ from autopar import Hints, WholeOptimizer, Workload
 from autopar.capture.graph import Captured
 from autopar.errors import AutoparError
 from autopar.runtime.copies import StepCopies
-from autopar.runtime.precision import mixed_call
+from autopar.runtime.precision import agree_on_overflow, mixed_call
 from autopar.specialize import capture_batch
 
 Make = Callable[[list[Any]], torch.optim.Optimizer]
@@ -273,7 +273,31 @@ def counted() -> Iterator[Counter[str]]:
         StepCopies.take = take  # type: ignore[method-assign]
 
 
-PARTS = (by_element, whole_matrices, clipping, mixed, loss_scale, kept_copies)
+def overflow_of_one_stage() -> None:
+    """A pipeline with float16 and a scaler: a gradient of one rank that is not finite makes all ranks skip the step;
+    one that is finite on all changes no gradient."""
+    workload = Workload(param_dtype="float16", global_batch=8)
+    model, _ = pair(Hints(pp=2, dp=2, zero=3, micro_batch_size=1), workload=workload)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.grad_scaler = scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for broken in (False, True):
+        optimizer.zero_grad()
+        before = [p.detach().to_local().clone() for p in model.parameters()]
+        model.train_step(**tokens(8, 8))
+        pieces = [p.grad.to_local() for p in model.parameters()]
+        if broken and dist.get_rank() == dist.get_world_size() - 1:
+            pieces[-1].fill_(math.nan)
+        kept = [piece.clone() for piece in pieces]
+        agree_on_overflow([p.grad for p in model.parameters()], torch.device("cpu"))
+        assert broken or all(torch.equal(a, b) for a, b in zip(pieces, kept, strict=True))
+        scaler.step(optimizer)
+        scaler.update()
+        same = [torch.equal(p.detach().to_local(), q) for p, q in zip(model.parameters(), before, strict=True)]
+        assert all(same) if broken else not any(same), (broken, same)
+    assert scaler.get_scale() == 128.0
+
+
+PARTS = (by_element, whole_matrices, clipping, mixed, loss_scale, overflow_of_one_stage, kept_copies)
 
 
 def main() -> None:
