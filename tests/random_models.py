@@ -98,10 +98,11 @@ def _norm(d: Draws, shape: Shape) -> nn.Module:
         return nn.GroupNorm(groups, shape[1])
     if len(shape) in (3, 4) and d.flag():
         return (nn.BatchNorm1d if len(shape) == 3 else nn.BatchNorm2d)(shape[1], track_running_stats=d.flag())
-    # RMSNorm of one element is its sign: gradients before it are 0 in truth, and in float64 eager itself differs by up
-    # to 1e-9 of the others when the batch is reversed
-    layer = shape[-1] == 1 or d.flag()
-    return nn.LayerNorm(shape[-1], bias=d.flag()) if layer else nn.RMSNorm(shape[-1])
+    # a norm of one element is a constant, or a sign: gradients before it, and its weight's, are 0 in truth, and noise
+    # in float64 eager too when the batch is reversed
+    if shape[-1] == 1:
+        return nn.LayerNorm(shape[1:]) if max(shape[1:]) > 1 else nn.Identity()
+    return nn.LayerNorm(shape[-1], bias=d.flag()) if d.flag() else nn.RMSNorm(shape[-1])
 
 
 def _softmax(d: Draws, shape: Shape) -> nn.Module:
