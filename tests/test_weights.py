@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
 import zoo
 from dist import small_models
@@ -566,6 +567,48 @@ def test_what_has_no_training_state() -> None:
     model = autopar.parallelize(copy.deepcopy(plain), hints=Hints(zero=3), example_inputs=torch.zeros(4, 16))
     error = raised(OptimizerError, lambda: TrainingState(model, torch.optim.SGD(plain.parameters())))
     check(error, what="SGD", change="after parallelize")
+
+
+class Normalized(nn.Module):
+    """A buffer that is saved, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.register_buffer("scale", torch.full((), 2.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 16] -> [B, 4]."""
+        return self.down(self.norm(self.up(x))) * self.scale
+
+
+def test_buffers_and_momentum_in_a_checkpoint(tmp_path: Path) -> None:
+    """Running statistics and SGD's momentum come back; keys are the model's own, so the original can load them too."""
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+    def run() -> tuple[Any, torch.optim.Optimizer, dict[str, Any]]:
+        torch.manual_seed(SEED)
+        model = autopar.parallelize(Normalized(), example_inputs=x)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, {"training": TrainingState(model, optimizer)}
+
+    model, optimizer, state = run()
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp.save(state, checkpoint_id=tmp_path / "step-2")
+    again, inner, fresh = run()
+    assert int(again.norm.num_batches_tracked) == 0
+    dcp.load(fresh, checkpoint_id=latest_checkpoint(tmp_path))
+    assert int(again.norm.num_batches_tracked) == 2 and torch.equal(again.norm.running_var, model.norm.running_var)
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q.full_tensor())
+        momentum = optimizer.state[p]["momentum_buffer"].full_tensor()
+        assert momentum.any() and torch.equal(momentum, inner.state[q]["momentum_buffer"].full_tensor())
+    original = Normalized()
+    original.load_state_dict({n: getattr(t, "full_tensor", lambda t=t: t)() for n, t in again.state_dict().items()})
+    assert torch.equal(original.up.weight, model.up.weight.full_tensor())
 
 
 # ---- real weights ----
