@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import plain_models
 import pytest
 import torch
+import zoo
 from models import BERT, GPT2, LLAMA, Batch, Case, causal_batch, seeded
 from test_distributed import SCRIPTS, assert_all_ok, torchrun
 from torch import Tensor, nn
@@ -360,6 +362,22 @@ PAIRS: list[tuple[Case, int, dict[str, Any]]] = [
     (EMPTY, 2, {"pp": 2, "schedule": "1f1b", "micro_batch_size": 2}),
     (EMPTY, 4, {"pp": 2, "dp": 2, "schedule": "zbv", "micro_batch_size": 1}),
 ]  # fmt: skip
+
+
+#: Encoder and decoder, two towers, skips around all blocks, and statistics of the batch, which the forward updates.
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("t5", {"pp": 2, "schedule": "interleaved-zb", "micro_batch_size": 2}),
+    ("clip", {"pp": 2, "schedule": "gpipe", "micro_batch_size": 8}),
+    ("unet", {"pp": 4, "schedule": "gpipe", "micro_batch_size": 8}),
+    ("resnet", {"pp": 2, "schedule": "zbv", "micro_batch_size": 8}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "hints"), OTHERS)
+def test_other_architectures_equal_eager(name: str, hints: dict[str, Any]) -> None:
+    case = next(c for c in (*zoo.ARCHITECTURES, *plain_models.CASES) if c.name == name)
+    verified(case, hints["pp"], **hints)
 
 
 @pytest.mark.slow

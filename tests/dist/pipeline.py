@@ -110,7 +110,27 @@ def run(schedule: str) -> None:
     truth = dict(reference.named_parameters())
     found = {n: p.detach() for n, p in model.named_parameters()}
     assert_close(whole(found), {n: truth[n].detach() for n in found}, "parameters")
+    if schedule in ("interleaved", "dualpipev"):
+        check_use(model, reference, batches[0])
     check_evaluation(model, reference, batches[0])
+
+
+def check_use(model: Any, reference: nn.Module, batch: dict[str, Tensor]) -> None:
+    """A whole state dict is loaded; a last batch of one sample, which the schedule cannot run, runs all the same, twice
+    into the same gradients, and clips by one norm of all stages."""
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.mul_(1.1)
+    model.load_state_dict(reference.state_dict())
+    rest = {name: t[:1] for name, t in batch.items()}
+    for _ in range(2):
+        seed = model.seed.clone()
+        assert_close({"loss": model.train_step(**rest)}, {"loss": eager(reference, rest, seed)}, "loss of the rest")
+    norms = [model.clip_grad_norm_(0.05), nn.utils.clip_grad_norm_(reference.parameters(), 0.05)]
+    assert_close(whole({"norm": norms[0]}), {"norm": norms[1]}, "norm")
+    truth = {n: p.grad for n, p in reference.named_parameters()}
+    found = {n: p.grad for n, p in model.named_parameters()}
+    assert_close(whole(found), {n: truth[n] for n in found}, "clipped gradients")
 
 
 def check_evaluation(model: Any, reference: nn.Module, batch: dict[str, Tensor]) -> None:
