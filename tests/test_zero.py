@@ -174,3 +174,22 @@ def test_a_plan_keeps_it_when_it_is_saved() -> None:
     plan = planned("1", 2)
     assert Plan.from_dict(plan.to_dict()) == plan
     assert {(p.copy, p.gradient) for p in plan.parameters.values()} == {("step", "step")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("kind", KINDS_OF_ZERO)
+def test_what_is_priced_is_what_runs(kind: str, m: int) -> None:
+    """Gathers of bf16 copies and reductions in float32 on dp 2 x tp 2, where tied embedding and head read the weight in
+    two layouts: number and bytes as the plan has them."""
+    given: dict[str, Any] = {
+        "hints": hints(kind, m, dp=2, tp=2),
+        "workload": Workload(param_dtype="bfloat16"),
+        "example_inputs": tokens(SAMPLES, 8),
+    }
+    plan, report = autopar.plan(model(), "cpu:4", **given), autopar.verify(model(), "cpu:4", **given)
+    assert report.ok, str(report)
+    for collective in ("all_gather", "reduce_scatter"):
+        told = [c for c in plan.collectives if c.kind == collective and c.axis == "dp"]
+        ran = report.traffic.count[collective, "dp"], report.traffic.bytes[collective, "dp"]
+        assert (sum(c.count for c in told), sum(c.bytes for c in told)) == ran

@@ -63,7 +63,7 @@ def _issued(
     first = list(transfers(operators, output_values(captured), assignment))
     own = {(transfer.value, step) for transfer in first if transfer.backward for step in transfer.steps}
     before = {(transfer.value, step) for transfer in first if not transfer.backward for step in transfer.steps}
-    pieces: dict[tuple[bool, int], list[Piece]] = defaultdict(list)  # by direction, and how often
+    pieces: dict[tuple[str, int], list[Piece]] = defaultdict(list)  # by the graph that issues them, and how often
     for transfer in (*first, *held.transfers.values()):
         if not only(transfer):
             continue
@@ -74,9 +74,10 @@ def _issued(
             if piece is not None:
                 backward, kept = again or transfer.backward, keep[piece.name]
                 if piece.purpose == "gradients":
-                    pieces[backward, 1 if kept.gradient == "step" else micro_batches].append(piece)
+                    pieces["gradients", 1 if kept.gradient == "step" else micro_batches].append(piece)
                 elif kept.copy == "use" or not backward or (transfer.value, step) not in before:
-                    pieces[backward, 1 if kept.copy == "step" else micro_batches].append(piece)
+                    once, direction = kept.copy == "step", "backward" if backward else "forward"
+                    pieces["once" if once else direction, 1 if once else micro_batches].append(piece)
                 continue
             nbytes = whole_elements(step, assignment.mesh, transfer.spec.shape) * transfer.spec.dtype.itemsize
             yield (step.kind, step.axis, _purpose(transfer, reader), nbytes), 1
