@@ -193,7 +193,8 @@ class _Simulation(Generic[T]):
     """The sharded program on all ranks, with optimizer steps on every rank's pieces."""
 
     def __init__(self, model: nn.Module, special: T, optimizer: str, draw: int) -> None:
-        self.special, self.mesh, self.draw = special, special.assignment.mesh.without(MICRO_BATCH), draw
+        self.special: T = special
+        self.mesh, self.draw = special.assignment.mesh.without(MICRO_BATCH), draw
         self.ranks = range(self.mesh.size)
         captured, layouts = special.captured, special.assignment.sources
         named = dict(model.named_parameters(remove_duplicate=False))
@@ -337,16 +338,16 @@ class _StepSimulation(_Simulation[StepProgram]):
             return [combine(op, x, y) for x, y in zip(a, b, strict=True)]
 
         given = {name: [shared[name] for shared, _ in by_rank] for name in by_rank[0][0]}
-        each = [
+        batches = [
             {name: [own[i][name] for _, own in by_rank] for name in by_rank[0][1][i]} for i in range(special.count)
         ]
         if special.stages:
             traffics = [Traffic() for _ in special.stages]
-            runs = [runner(one if traffic else None) for one in traffics]
-            results, gradients = run_pipeline(special, given, each, runs, combined)
+            runs = [runner(one if traffic is not None else None) for one in traffics]
+            results, gradients = run_pipeline(special, given, batches, runs, combined)
             if traffic is not None:
                 self.traffic = _busiest(traffics, stage_ranks(special.schedule, special.pp, len(special.stages)))
         else:
-            results, gradients = run_step(special.phases, given, each, runner(traffic), combined)
+            results, gradients = run_step(special.phases, given, batches, runner(traffic), combined)
         by_rank_results = [[value[r] for value in results] for r in self.ranks]
         return self.results(by_rank_results), self.update([[g[r] for g in gradients] for r in self.ranks])
