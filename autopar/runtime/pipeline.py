@@ -54,14 +54,26 @@ def shown(tree: nn.Module, held: Iterable[str]) -> nn.Module:
 
 
 @dataclass(frozen=True)
+class _Share:
+    """A gradient on this rank: whether its parameter is ``held`` here, the ``group`` of ranks over which its parts are
+    summed up (None: nobody else has a part, or this rank has nothing to do with it), and the spec of a part."""
+
+    gradient: str
+    held: bool
+    group: dist.ProcessGroup | None
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
 class _Loaded:
     """A program made ready for this rank: all stages, the channels of its own, the names of its results, and for a step
-    what runs the schedule."""
+    what runs the schedule and where gradients are."""
 
     stages: tuple[Stage, ...]
     channels: dict[int, Channel]
     results: tuple[str, ...]
-    run: Callable[[], None] | None = None
+    run: Callable[[], None] | None
+    shares: Sequence[_Share]
 
     def release(self) -> None:
         """Let go of the values of the last run."""
@@ -133,22 +145,30 @@ class Pipeline:
             for phase in stages[s].phases:
                 bind(phase.module)
         channels = {s: Channel(s, stages[s], known | found, self.ranks, self.device, self.group) for s in self.own}
-        run = None
+        run, shares = None, list[_Share]()
         if isinstance(program, StepProgram):
+            shares = self._shares(program)
             orders = torch_order(program.schedule, program.pp, len(stages), program.count)
             run = scheduled(list(channels.values()), orders, program.count)
-        loaded = self._loaded[program] = _Loaded(stages, channels, phases.results, run)
+        loaded = self._loaded[program] = _Loaded(stages, channels, phases.results, run, shares)
         return loaded
 
     # -- parameters of several stages ---------------------------------------------------------------------------------
 
-    def _places(self, program: StepProgram, gradient: str) -> tuple[int, ...]:
-        """The ranks of the pp axis that hold a parameter or a part of its gradient."""
+    def _shares(self, program: StepProgram) -> list[_Share]:
+        """Where every parameter with a gradient is. Every rank must call it for every program."""
+        found = []
         trained = [p for p in program.captured.parameters if p.gradient is not None]
-        p = trained[program.phases.gradients.index(gradient)]
-        stages = set(homes((p.name, *p.aliases), self.plan.stages))
-        stages |= {s for s, stage in enumerate(program.stages) if gradient in stage.gradients}
-        return tuple(sorted({self.ranks[s] for s in stages}))
+        made = [frozenset(stage.gradients) for stage in program.stages]
+        for p, name in zip(trained, program.phases.gradients, strict=True):
+            holders = {self.ranks[s] for s in homes((p.name, *p.aliases), self.plan.stages)}
+            places = tuple(sorted(holders | {self.ranks[s] for s, names in enumerate(made) if name in names}))
+            group = self._group_of(places) if len(places) > 1 else None
+            shape = program.assignment.sources[p.placeholder].local_shape(program.assignment.mesh, p.spec.shape)
+            assert p.gradient is not None
+            spec = TensorSpec(shape, p.gradient.meta["val"].dtype)
+            found.append(_Share(name, self.rank in holders, group if self.rank in places else None, spec))
+        return found
 
     def _group_of(self, places: tuple[int, ...]) -> dist.ProcessGroup:
         """The group of the ranks at ``places`` of this rank's pipeline. Every rank must make the first call."""
@@ -182,24 +202,19 @@ class Pipeline:
                 found[name] = found[name] + value if name in found else value
         loaded.release()
         results = self._everywhere(program, loaded.stages, program.phases.results, program.places, found)
-        return results, self._gradients(program, found)
+        return results, self._gradients(loaded.shares, found)
 
-    def _gradients(self, program: StepProgram, found: Mapping[str, Tensor]) -> list[Tensor | None]:
+    def _gradients(self, shares: Sequence[_Share], found: Mapping[str, Tensor]) -> list[Tensor | None]:
         """The gradients of the parameters that this rank holds, those of several ranks summed up."""
         gradients = list[Tensor | None]()
-        trained = [p for p in program.captured.parameters if p.gradient is not None]
-        for p, name in zip(trained, program.phases.gradients, strict=True):
-            places = self._places(program, name)
-            group = self._group_of(places) if len(places) > 1 else None
-            if group is not None and self.rank in places:
-                assert p.gradient is not None
-                shape = program.assignment.sources[p.placeholder].local_shape(program.assignment.mesh, p.spec.shape)
-                own = found.get(name, torch.zeros(shape, dtype=p.gradient.meta["val"].dtype, device=self.device))
-                total = own.clone(memory_format=torch.contiguous_format)
-                dist.all_reduce(total, group=group)
-                found = {**found, name: total}
-            held = self.rank in {self.ranks[s] for s in homes((p.name, *p.aliases), self.plan.stages)}
-            gradients.append(found[name] if held else None)
+        for share in shares:
+            own = found.get(share.gradient)
+            if share.group is not None:
+                if own is None:
+                    own = torch.zeros(share.spec.shape, dtype=share.spec.dtype, device=self.device)
+                own = own.clone(memory_format=torch.contiguous_format)
+                dist.all_reduce(own, group=share.group)
+            gradients.append(own if share.held else None)
         return gradients
 
     def _everywhere(

@@ -16,10 +16,11 @@ from autopar.cost_model.communication import collective_seconds, wire_bytes
 from autopar.plan import Collective
 from autopar.schedule import order, stage_ranks
 from autopar.sharding.assignment import result_layouts
+from autopar.sharding.layout import Layout
 from autopar.sharding.operators import Operators, Value
-from autopar.sharding.recompute import Kept, kept, made_again
+from autopar.sharding.recompute import kept, made_again
 from autopar.sharding.stages import homes, stage_of
-from autopar.sharding.zero import Keeping, Zero
+from autopar.sharding.zero import Zero
 from autopar.solver.collectives import collectives
 from autopar.solver.costs import Prices
 from autopar.solver.pipeline import Pipeline
@@ -70,45 +71,125 @@ def staged(
     Seconds are those of the busiest rank, bytes those of the fullest; collectives, which are spread evenly over the
     work of their stage, are the busiest rank's. The bubble is what the schedule leaves that rank to wait.
     """
-    prices, count = Prices(cluster, solved.mesh), len(pipeline.stages)
-    held = kept(operators, solved.assignment, made_again(operators, recompute))
-    keep = keepings(captured, solved.assignment, zero)
-    at = _located(captured, operators, pipeline)
-    stages = [_stage(s, solved, captured, operators, prices, held, keep, micro_batches, at) for s in range(count)]
-    rows = order(pipeline.schedule, pipeline.pp, count, micro_batches)
-    ranks = stage_ranks(pipeline.schedule, pipeline.pp, count)
-    group = cluster.group(solved.mesh.size, pipeline.pp)
-    transfers = [float(collective_seconds("p2p", s.sent / micro_batches, group, cluster.device)) for s in stages[:-1]]
-    crosses = [t for s, t in enumerate(transfers) if ranks[s] != ranks[s + 1]]
-
-    def seconds(stage: int, kind: str) -> float:
-        own = stages[stage]
-        work = own.seconds["I"] + own.seconds["W"] if kind == "B" else own.seconds[kind]
-        return work * (1 + (own.each / own.total if own.total else 0.0)) / micro_batches
-
-    time = simulate(rows, count, seconds, max(crosses, default=0.0))
-    by_rank = [[stages[s] for s in range(count) if ranks[s] == r] for r in range(pipeline.pp)]
-    busiest = max(range(pipeline.pp), key=lambda r: time.busy[r])
-    compute = sum(s.total for s in by_rank[busiest])
-    exposed = sum(s.each + s.last for s in by_rank[busiest])
-    end = time.makespan + max(sum(s.last for s in own) for own in by_rank)
+    found = _Account(solved, captured, operators, cluster, optimizer, recompute, zero, micro_batches, pipeline)
+    busiest = max(range(pipeline.pp), key=lambda r: found.time.busy[r])
+    own = found.of_rank(busiest)
+    compute, exposed = sum(s.total for s in own), sum(s.each + s.last for s in own)
+    end = found.time.makespan + max(sum(s.last for s in found.of_rank(r)) for r in range(pipeline.pp))
     breakdown = {"compute": compute, "exposed communication": exposed, "bubble": end - compute - exposed}
-    flops = sum(s.flops for s in stages)
-    share = max(sum(s.flops for s in own) for own in by_rank) / flops if flops else 1.0
-    memory = [
-        _memory(r, solved, captured, operators, optimizer, held, keep, micro_batches, pipeline, most_held(
-            rows[r], lambda s: stages[s].activations / micro_batches))
-        for r in range(pipeline.pp)
-    ]  # fmt: skip
-    sent = _p2p(by_rank[busiest], micro_batches, sum(transfers[s] for s in range(count - 1) if ranks[s] == busiest))
+    flops = sum(s.flops for s in found.stages)
+    most = max(sum(s.flops for s in found.of_rank(r)) for r in range(pipeline.pp))
     return replace(
         solved,
         breakdown=breakdown,
-        memory=max(memory, key=lambda kinds: sum(kinds.values())),
-        collectives=(*_joined(by_rank[busiest]), *sent),
+        memory=max(map(found.memory, range(pipeline.pp)), key=lambda kinds: sum(kinds.values())),
+        collectives=(*_joined(own), *found.sent(busiest)),
         bound=min(solved.bound / pipeline.pp, sum(breakdown.values())),
-        flops_share=solved.flops_share * share,
+        flops_share=solved.flops_share * (most / flops if flops else 1.0),
     )
+
+
+class _Account:
+    """The stages of one assignment, and the schedule that runs them."""
+
+    def __init__(
+        self,
+        solved: Solved,
+        captured: Captured,
+        operators: Operators,
+        cluster: Cluster,
+        optimizer: str,
+        recompute: str,
+        zero: Zero,
+        micro_batches: int,
+        pipeline: Pipeline,
+    ) -> None:
+        self.assignment, self.captured, self.operators = solved.assignment, captured, operators
+        self.optimizer, self.micro_batches, self.pipeline = optimizer, micro_batches, pipeline
+        self.prices, self.count = Prices(cluster, solved.mesh), len(pipeline.stages)
+        self.held = kept(operators, solved.assignment, made_again(operators, recompute))
+        self.keep = keepings(captured, solved.assignment, zero)
+        self.at = _located(captured, operators, pipeline)
+        self.of_weights = _of_one_gradient(captured, operators)
+        self.layouts = result_layouts(operators, solved.assignment)
+        self.crossing = _crossing(captured, operators, self.at)
+        self.ranks = stage_ranks(pipeline.schedule, pipeline.pp, self.count)
+        self.rows = order(pipeline.schedule, pipeline.pp, self.count, micro_batches)
+        self.stages = [self._stage(s) for s in range(self.count)]
+        group = cluster.group(solved.mesh.size, pipeline.pp)
+        self.transfers = [
+            float(collective_seconds("p2p", self.stages[s].sent / micro_batches, group, cluster.device))
+            if self.ranks[s] != self.ranks[s + 1]
+            else 0.0
+            for s in range(self.count - 1)
+        ]
+        self.time = simulate(self.rows, self.count, self._seconds, max(self.transfers, default=0.0))
+
+    def of_rank(self, rank: int) -> list[_Stage]:
+        """The stages of one rank of the pipeline."""
+        return [stage for s, stage in enumerate(self.stages) if self.ranks[s] == rank]
+
+    def _seconds(self, stage: int, kind: str) -> float:
+        """Seconds of one action, with its share of the collectives that are issued every micro-batch."""
+        own = self.stages[stage]
+        work = own.seconds["I"] + own.seconds["W"] if kind == "B" else own.seconds[kind]
+        return work * (1 + (own.each / own.total if own.total else 0.0)) / self.micro_batches
+
+    def _stage(self, s: int) -> _Stage:
+        calls = [op for op in self.operators if self.at[op.node] == s]
+        again = [self.operators.by_node[node] for node in self.held.operators if self.at[node] == s]
+        seconds = dict.fromkeys("FIW", 0.0)
+        kinds = ["F" if not op.backward else "W" if op.node in self.of_weights else "I" for op in calls]
+        every = [*calls, *again]
+        if every:
+            took = seconds_of(every, self.operators, self.assignment, self.prices)
+            for kind, one in zip([*kinds, *("I" for _ in again)], took, strict=True):
+                seconds[kind] += float(one)
+        issued = collectives(
+            self.captured,
+            self.operators,
+            self.assignment,
+            self.prices,
+            self.held,
+            self.keep,
+            self.micro_batches,
+            lambda transfer: self.at.get(transfer.value.node, 0) == s,
+        )
+        saved = [(v, layout) for v, layout in self.held.saved if self.at[v.node] == s]
+        sent = [v for v, (first, last) in self.crossing.items() if first <= s < last]
+        return _Stage(
+            seconds,
+            issued,
+            sum(self._bytes(v, layout) for v, layout in saved),
+            sum(op.flops for op in calls),
+            sum(self._bytes(v, self.layouts[v]) for v in sent),
+            len(sent),
+        )
+
+    def _bytes(self, value: Value, layout: Layout) -> int:
+        return layout.local_bytes(self.assignment.mesh, self.operators.specs[value])
+
+    def memory(self, rank: int) -> dict[str, int]:
+        """Bytes a device of one rank of the pipeline, by kind."""
+        own = [
+            p
+            for p in self.captured.parameters
+            if rank in {self.ranks[s] for s in homes((p.name, *p.aliases), self.pipeline.stages)}
+        ]
+        part, nothing = replace(self.captured, parameters=tuple(own)), replace(self.held, saved={})
+        found = memory_of(part, self.operators, self.assignment, self.optimizer, nothing, self.keep, self.micro_batches)
+        activations = most_held(self.rows[rank], lambda s: self.stages[s].activations / self.micro_batches)
+        return {**found, "activations": int(activations)}
+
+    def sent(self, rank: int) -> tuple[Collective, ...]:
+        """What a rank's stages send to the next ones; what they send back is as much."""
+        own = [s for s in range(self.count - 1) if self.ranks[s] == rank != self.ranks[s + 1]]
+        count = self.micro_batches * sum(self.stages[s].tensors for s in own)
+        if not count:
+            return ()
+        nbytes, seconds = sum(self.stages[s].sent for s in own), sum(self.transfers[s] for s in own)
+        wire = int(wire_bytes("p2p", nbytes, 2))
+        return (Collective("p2p", "pp", "activations", count, nbytes, wire, self.micro_batches * seconds),)
 
 
 def _located(captured: Captured, operators: Operators, pipeline: Pipeline) -> dict[fx.Node, int]:
@@ -129,38 +210,6 @@ def _located(captured: Captured, operators: Operators, pipeline: Pipeline) -> di
     return found
 
 
-def _stage(
-    s: int,
-    solved: Solved,
-    captured: Captured,
-    operators: Operators,
-    prices: Prices,
-    held: Kept,
-    keep: Mapping[str, Keeping],
-    micro_batches: int,
-    at: Mapping[fx.Node, int],
-) -> _Stage:
-    assignment = solved.assignment
-    alone = _of_one_gradient(captured, operators)
-    calls = [op for op in operators if at[op.node] == s]
-    again = [operators.by_node[node] for node in held.operators if at[node] == s]
-    seconds = dict.fromkeys("FIW", 0.0)
-    for op, took in zip([*calls, *again], seconds_of([*calls, *again], operators, assignment, prices), strict=True):
-        seconds["F" if not op.backward else "W" if op.node in alone else "I"] += float(took)
-    redone = float(seconds_of(again, operators, assignment, prices).sum()) if again else 0.0
-    seconds["F"], seconds["I"] = seconds["F"] - redone, seconds["I"] + redone
-    issued = collectives(
-        captured, operators, assignment, prices, held, keep, micro_batches, lambda t: at.get(t.value.node, 0) == s
-    )
-    activations = sum(
-        layout.local_bytes(assignment.mesh, operators.specs[v]) for v, layout in held.saved if at[v.node] == s
-    )
-    crossing = _crossing(s, captured, operators, at)
-    layouts = result_layouts(operators, assignment)
-    sent = sum(layouts[v].local_bytes(assignment.mesh, operators.specs[v]) for v in crossing)
-    return _Stage(seconds, issued, activations, sum(op.flops for op in calls), sent, len(crossing))
-
-
 def _of_one_gradient(captured: Captured, operators: Operators) -> set[fx.Node]:
     """The operators of the backward that the gradient of only one parameter is made of: those of weights."""
     reach: dict[fx.Node, int] = defaultdict(int)
@@ -173,44 +222,21 @@ def _of_one_gradient(captured: Captured, operators: Operators) -> set[fx.Node]:
     return {op.node for op in operators if op.backward and reach[op.node].bit_count() == 1}
 
 
-def _crossing(s: int, captured: Captured, operators: Operators, at: Mapping[fx.Node, int]) -> list[Value]:
-    """The forward values that go from stage ``s`` to the next: made of parameters and the batch, and read later."""
+def _crossing(captured: Captured, operators: Operators, at: Mapping[fx.Node, int]) -> dict[Value, tuple[int, int]]:
+    """The forward values that go from stage to stage, made of parameters and the batch: from which, and up to which."""
     made = {p.placeholder for p in captured.parameters}
     for op in operators:
         if any(value.node in made for value in op.operands):
             made.add(op.node)
-    return [
-        value
-        for value, users in operators.consumers.items()
-        if value.node in made
-        and value.node in operators.by_node
-        and not operators.by_node[value.node].backward
-        and operators.batch_dims[value]
-        and at[value.node] <= s < max((at[n] for n, _ in users if not operators.by_node[n].backward), default=-1)
-    ]
-
-
-def _memory(
-    rank: int,
-    solved: Solved,
-    captured: Captured,
-    operators: Operators,
-    optimizer: str,
-    held: Kept,
-    keep: Mapping[str, Keeping],
-    micro_batches: int,
-    pipeline: Pipeline,
-    activations: float,
-) -> dict[str, int]:
-    """Bytes a device of one rank of the pipeline, by kind."""
-    ranks = stage_ranks(pipeline.schedule, pipeline.pp, len(pipeline.stages))
-    own = [
-        p for p in captured.parameters if any(ranks[s] == rank for s in homes((p.name, *p.aliases), pipeline.stages))
-    ]
-    nothing = replace(held, saved={})
-    part = replace(captured, parameters=tuple(own))
-    found = memory_of(part, operators, solved.assignment, optimizer, nothing, keep, micro_batches)
-    return {**found, "activations": int(activations)}
+    found = {}
+    for value, users in operators.consumers.items():
+        op_of = operators.by_node.get(value.node)
+        if op_of is None or op_of.backward or value.node not in made or not operators.batch_dims[value]:
+            continue
+        last = max((at[n] for n, _ in users if not operators.by_node[n].backward), default=-1)
+        if at[value.node] < last:
+            found[value] = (at[value.node], last)
+    return found
 
 
 def _joined(stages: list[_Stage]) -> tuple[Collective, ...]:
@@ -222,11 +248,3 @@ def _joined(stages: list[_Stage]) -> tuple[Collective, ...]:
         counts = old.count + c.count, old.bytes + c.bytes, old.wire_bytes + c.wire_bytes
         found[key] = Collective(*key, *counts, old.seconds + c.seconds)
     return tuple(found[key] for key in sorted(found))
-
-
-def _p2p(stages: list[_Stage], micro_batches: int, seconds: float) -> tuple[Collective, ...]:
-    """What a rank's stages send to the next ones; what they send back is as much."""
-    count, nbytes = micro_batches * sum(s.tensors for s in stages), sum(s.sent for s in stages)
-    if not count:
-        return ()
-    return (Collective("p2p", "pp", "activations", count, nbytes, int(wire_bytes("p2p", nbytes, 2)), seconds),)
