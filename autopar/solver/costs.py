@@ -25,7 +25,7 @@ from autopar.sharding.recompute import made_again, needed
 from autopar.sharding.redistribute import LOCAL, Step, redistribution, whole_elements
 from autopar.sharding.rule import Strategy, layouts, work_share
 from autopar.solver.program import Edge, Floats, Program
-from autopar.solver.space import Flow, Space
+from autopar.solver.space import DATA_AXIS, Flow, Space
 
 
 @functools.cache
@@ -41,8 +41,9 @@ def state_bytes(numel: int, dtype: torch.dtype, optimizer: str, trained: bool = 
 
 @dataclass(frozen=True)
 class Share:
-    """How many times its own bytes a parameter's collectives move at least, together with the others of a bucket: a
-    gather or a reduce-scatter with its block, an all-reduce with the gradients that come before and after.
+    """How many times its own bytes a parameter's collectives on the data axis move, together with the others of a
+    bucket: a gather or a reduce-scatter with its block, an all-reduce with the gradients that come before and after. On
+    other axes too few go the same way to count on a bucket.
 
     A collective of X bytes takes f(X) seconds with f(X) / X falling, so f(m X) / m bounds a piece's part from below
     for every m that no bucket exceeds; where a whole block goes the same way it is that part.
@@ -65,7 +66,8 @@ def bucket_shares(space: Space, captured: Captured) -> dict[int, Share]:
     def bucket(held: list[int]) -> int:
         return min(sum(held), BUCKET_BYTES + max(held))
 
-    whole = bucket([nbytes for held in sizes.values() for nbytes in held])
+    # no smaller than a block, or gathers would seem cheaper than the all-reduce that they stand beside
+    whole = max(bucket([n for held in sizes.values() for n in held]), *(sum(held) for held in sizes.values()))
     found: dict[int, Share] = {}
     for p in captured.parameters:
         block, held = block_of(p.name), sizes[block_of(p.name)]
@@ -88,7 +90,7 @@ class Prices:
         if step.kind in LOCAL:
             return 0.0
         nbytes = whole_elements(step, self.mesh, spec.shape) * spec.dtype.itemsize
-        times = share.times(step.kind) if share is not None else 1.0
+        times = share.times(step.kind) if share is not None and step.axis == DATA_AXIS else 1.0
         return self.collective_seconds(step.kind, step.axis, nbytes * times) / times
 
     @functools.cache  # noqa: B019  frozen, and as short-lived as the solve
