@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +18,6 @@ from autopar.arguments import (
     one_batch,
     refuse_optimizers,
 )
-from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.errors import InputError
 from autopar.hints import Hints
@@ -36,7 +33,7 @@ from autopar.runtime.process import agree, device_type, ensure_process_group
 from autopar.runtime.verify import VerifyReport, compare, real_batch
 from autopar.runtime.weights import load_from
 from autopar.solver.carry import shrink
-from autopar.solver.search import memory_budget, search
+from autopar.solver.search import search
 from autopar.specialize import MAKERS, capture_batch, specialize, specialize_step
 from autopar.workload import Workload
 
@@ -60,7 +57,11 @@ def plan(
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     workload, args, kwargs = one_batch(model, workload or Workload(), example_inputs, cluster.size)
     captured = capture_batch(model, args, kwargs, precision=workload.precision)
-    return _that_fits(model, captured, cluster, workload, hints or Hints(), args, kwargs)
+
+    def measure(found: Plan) -> Plan:
+        return with_peak(found, model, args, kwargs, captured)
+
+    return search(model, captured, cluster, workload, hints or Hints(), measure)
 
 
 def parallelize(
@@ -143,25 +144,6 @@ def verify(
     notes = [] if is_for(found, model) else [f"the plan was made for another model ({found.model}) and carried by name"]
     optimizer = Workload.from_dict(found.workload).optimizer
     return compare(whole, special, args, kwargs, steps=steps, optimizer=optimizer, notes=tuple(notes))
-
-
-def _that_fits(
-    model: nn.Module,
-    captured: Captured,
-    cluster: Cluster,
-    workload: Workload,
-    hints: Hints,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Plan:
-    """The plan that the search finds, its peak known exactly; where that is too much, more is left free for it."""
-    reserve = 0
-    while True:
-        found = with_peak(search(model, captured, cluster, workload, hints, reserve), model, args, kwargs, captured)
-        over = found.peak_memory - memory_budget(cluster, hints)
-        if over <= 0:
-            return found
-        reserve += math.ceil(over)
 
 
 def _plan_together(

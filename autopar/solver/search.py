@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -77,8 +77,9 @@ class _Task:
                 return solved
             limit -= solved.peak_memory - budget
 
-    def least_memory(self, mesh: Mesh, pins: Pins) -> float:
-        """Bytes a device for which `solve` finds an assignment on ``mesh``, about the fewest; inf if there is none."""
+    def least_memory(self, mesh: Mesh, pins: Pins) -> tuple[float, Solved | None]:
+        """Bytes a device for which `solve` finds an assignment on ``mesh``, about the fewest, and that assignment; inf
+        and None if there is none."""
         optimizer = self.workload.optimizer
         space, program = make_program(
             self.captured, self.operators, mesh, self.cluster, optimizer, pins, np.inf, self.recompute
@@ -89,9 +90,11 @@ class _Task:
         program.edges = [replace(e, cost=np.where(np.isfinite(e.cost), 0.0, np.inf)) for e in program.edges]
         solution = solve(program)
         if solution is None:
-            return float("inf")
+            return float("inf"), None
         solved = self._account(space.assignment(solution.options), solution, pins)
-        return solved.peak_memory if self.pipeline is not None else max(solution.memory, solved.peak_memory)
+        if self.pipeline is not None:
+            return solved.peak_memory, solved
+        return max(solution.memory, solved.peak_memory), solved
 
     def _account(self, assignment: Assignment, solution: Solution, pins: Pins) -> Solved:
         """What an assignment costs, of a whole step on a mesh or of a pipeline of such meshes."""
@@ -150,16 +153,21 @@ def _check_micro_batches(hints: Hints, batch: int, found: list[Mesh]) -> None:
         )
 
 
-def memory_budget(cluster: Cluster, hints: Hints) -> float:
-    """Bytes a device that a plan may take."""
-    return min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
+#: Finds the exact peak of a plan's memory, which the search does not know: it counts what is kept, in full.
+Measure = Callable[[Plan], Plan]
 
 
 @collecting_later()
 def search(
-    model: nn.Module, captured: Captured, cluster: Cluster, workload: Workload, hints: Hints, reserve: int = 0
+    model: nn.Module,
+    captured: Captured,
+    cluster: Cluster,
+    workload: Workload,
+    hints: Hints,
+    measure: Measure = lambda plan: plan,
 ) -> Plan:
-    """The fastest plan whose ``memory`` leaves ``reserve`` bytes free. Raises HintError and InfeasibleError."""
+    """The fastest plan that fits. Where the peak that ``measure`` finds is more than that, room is left for it. Raises
+    HintError and InfeasibleError."""
     shapes = {name: p.spec.shape for p in captured.parameters for name in (p.name, *p.aliases)}
     check_hints(hints, cluster.size, shapes)
     operators = read(captured)
@@ -168,24 +176,36 @@ def search(
     task = _Task(captured, operators, cluster, workload, hints.recompute or "none", pipeline, zero)
     check_recompute(task.recompute, len(forward_blocks(task.operators)))
     pins = hint_pins(captured, hints)
-    budget = memory_budget(cluster, hints) - reserve
+    budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
     batch = workload.global_batch or 1
     _check_micro_batches(hints, batch, meshes(cluster.size, hints))
     counted = [(mesh, micro_batches(mesh, hints, batch, pipeline)) for mesh in meshes(cluster.size, hints)]
     candidates = _able(pipeline, [(mesh, count) for mesh, count in counted if count])
-    solved: list[tuple[Mesh, Solved | None]] = [
-        (mesh, task.solve(mesh, replace(pins, micro_batches=count), budget)) for mesh, count in candidates
-    ]
+    pinned = [(mesh, replace(pins, micro_batches=count)) for mesh, count in candidates]
+    limit = budget
+    while (found := _fastest(model, task, hints, pinned, limit)) is not None:
+        found = measure(found)
+        if found.peak_memory <= budget:
+            return found
+        limit = min(limit, sum(found.memory.values())) - math.ceil(found.peak_memory - budget)
+    return _smallest(model, task, hints, pinned, budget, measure)
+
+
+def _fastest(
+    model: nn.Module, task: _Task, hints: Hints, pinned: list[tuple[Mesh, Pins]], budget: float
+) -> Plan | None:
+    """The fastest plan of those that keep at most ``budget`` bytes, with what lost; None if there is none."""
+    solved: list[tuple[Mesh, Solved | None]] = [(mesh, task.solve(mesh, pins, budget)) for mesh, pins in pinned]
     fitting = sorted((s for _, s in solved if s is not None), key=lambda s: s.step_time)
     if not fitting:
-        raise _no_plan(task, hints, pins, budget)
-    best = fitting[0]
+        return None
+    best, pins_of = fitting[0], dict(pinned)
     others = list(fitting[1:])
     if hints.zero is None and best.mesh.degree("dp") > 1:
-        other = task.solve(best.mesh, replace(pins, zero=0 if best.zero == 3 else 3), float("inf"))
+        other = task.solve(best.mesh, replace(pins_of[best.mesh], zero=0 if best.zero == 3 else 3), float("inf"))
         others += [other] if other is not None and other.zero != best.zero else []
     alternatives = [_alternative(best, s, budget) for s in others]
-    alternatives += [a for m, s in solved if s is None and (a := _unfit(task, m, pins, budget)) is not None]
+    alternatives += [a for m, s in solved if s is None and (a := _unfit(task, m, pins_of[m], budget)) is not None]
     bound = min(s.bound for s in fitting)
     alternatives = [replace(a, degrees={"pp": hints.pp or 1, **a.degrees}) for a in alternatives]
     return _plan(model, task, hints, best, tuple(sorted(alternatives, key=lambda a: a.step_time)), bound)
@@ -225,43 +245,74 @@ def _unfit(task: _Task, mesh: Mesh, pins: Pins, budget: float) -> Alternative | 
     solved = task.solve(mesh, pins, float("inf"))
     if solved is None:
         return None
-    reason = f"needs {(task.least_memory(mesh, pins) - budget) / 2**30:.2f} GiB more than fits"
+    reason = f"needs {(task.least_memory(mesh, pins)[0] - budget) / 2**30:.2f} GiB more than fits"
     return Alternative(dict(mesh.axes), solved.zero, solved.step_time, solved.peak_memory, reason)
 
 
-def _no_plan(task: _Task, hints: Hints, pins: Pins, budget: float) -> HintError | InfeasibleError:
-    """Why there is no plan: hints that no mesh can keep, or a budget, by how many bytes, and the nearest that fits."""
-
-    def describe(mesh: Mesh, least: float) -> str:
-        return f"{', '.join(f'{a}={n}' for a, n in mesh.axes)} with {math.ceil(least)} bytes ({bytes_text(least)})"
-
-    least, mesh = min(((task.least_memory(m, pins), m) for m in meshes(task.cluster.size, hints)), key=lambda c: c[0])
-    if least == math.inf:
-        return HintError(
+def _smallest(
+    model: nn.Module, task: _Task, hints: Hints, pinned: list[tuple[Mesh, Pins]], budget: float, measure: Measure
+) -> Plan:
+    """The plan that keeps the fewest bytes, if that fits. HintError if the hints cannot be kept on any mesh,
+    InfeasibleError if it does not fit."""
+    bounds = [s.bound for mesh, pins in pinned if (s := task.solve(mesh, pins, float("inf"))) is not None]
+    bound = min(bounds, default=0.0)
+    least, plan = _least(model, task, hints, pinned, bound, measure)
+    if plan is None:
+        raise HintError(
             "the hints cannot be kept together",
             expected=f"a mesh dp x tp = {task.cluster.size} on which every hinted dim divides",
             found=f"none for {hints.to_dict()}",
             change="drop a hint of shard, or give degrees that divide its dims",
         )
-    free, free_mesh = min(
-        ((task.least_memory(m, Pins(zero=3)), m) for m in meshes(task.cluster.size, Hints())), key=lambda c: c[0]
-    )
+    if least <= budget:
+        return plan
+    unpinned = [(mesh, pins) for mesh in meshes(task.cluster.size, Hints()) for pins in (Pins(zero=3), Pins())]
+    free, other = _least(model, replace(task, zero=Zero()), Hints(pp=hints.pp), unpinned, bound, measure)
+    assert other is not None  # nothing is pinned but ZeRO-3, where a dim divides
+    raise _no_plan(task, hints, budget, (least, plan), (free, other))
+
+
+def _least(
+    model: nn.Module, task: _Task, hints: Hints, pinned: list[tuple[Mesh, Pins]], bound: float, measure: Measure
+) -> tuple[float, Plan | None]:
+    """The plan that needs the fewest bytes of those that keep the fewest on each mesh, and how many it needs."""
+    found = sorted((task.least_memory(mesh, pins) for mesh, pins in pinned), key=lambda f: f[0])
+    least, best = float("inf"), None
+    for kept, solved in found:
+        if solved is None or kept >= least:
+            break  # no mesh that keeps as much can need less
+        plan = measure(_plan(model, task, hints, solved, (), bound))
+        if max(kept, plan.peak_memory) < least:
+            least, best = max(kept, float(plan.peak_memory)), plan
+    return least, best
+
+
+def _no_plan(
+    task: _Task, hints: Hints, budget: float, smallest: tuple[float, Plan], unhinted: tuple[float, Plan]
+) -> InfeasibleError:
+    """By how many bytes a budget is too small for the ``smallest`` plan, and for the smallest without hints."""
+
+    def describe(mesh: Mesh, least: float) -> str:
+        return f"{', '.join(f'{a}={n}' for a, n in mesh.axes)} with {math.ceil(least)} bytes ({bytes_text(least)})"
+
+    (least, plan), (free, other) = smallest, unhinted
     source = (
         "the hint memory_limit"
         if hints.memory_bytes and hints.memory_bytes <= budget
         else f"one {task.cluster.device.name}"
     )
     if free <= budget:
-        change = f"drop hints: {describe(free_mesh, free)} and zero=3 fits"
+        change = f"drop hints: {describe(other.mesh, free)} and zero={other.zero} fits"
     else:
         change = f"raise the limit to {math.ceil(least)} bytes, take more devices, or a smaller batch or sequence"
         if free < least:
-            change += f"; without the other hints {describe(free_mesh, free)} and zero=3 is nearest to fitting"
+            nearest = f"{describe(other.mesh, free)} and zero={other.zero}"
+            change += f"; without the other hints {nearest} is nearest to fitting"
     return InfeasibleError(
         "no plan fits into the memory of a device",
         expected=f"at most {int(budget)} bytes a device ({source})",
         found=f"{math.ceil(least - budget)} bytes ({bytes_text(least - budget)}) too many: the smallest plan that "
-        f"the hints allow is {describe(mesh, least)}",
+        f"the hints allow is {describe(plan.mesh, least)}",
         change=change,
     )
 
