@@ -8,8 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from dist.small_models import bert, gpt2, llama, tokens
+from models import Case
 from plain_models import CASES as PLAIN
+from plain_models import MOBILENET, RESNET50
 from torch import Tensor, nn
+from zoo import ARCHITECTURES
 
 import autopar
 from autopar import Hints
@@ -109,6 +112,49 @@ def test_batch_norm_is_refused() -> None:
     model, given = case.make(torch.float32)
     with pytest.raises(MicroBatchError, match="cannot run in micro-batches: a sum over the batch depends on"):
         autopar.verify(model, "cpu:1", hints=Hints(micro_batch_size=1), example_inputs=given)
+
+
+#: What every sample of a batch has a part in, and where: statistics of the batch, similarities of all pairs.
+MIXING = {
+    "resnet": "a sum over the batch depends on",
+    "resnet50": "a sum over the batch depends on",
+    "clip": "einsum in the model mixes its samples",
+}
+#: The models whose loss is their own; ResNet-50 is ResNet with more layers.
+TRAINED = [case for case in (*ARCHITECTURES, *PLAIN) if case not in (MOBILENET, RESNET50)]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * (c.name != "dlrm")) for c in TRAINED]
+)
+def test_every_model_runs_in_micro_batches(case: Case) -> None:
+    """Two micro-batches on two ranks, in float64: what mixes no samples is refused nowhere, masks that index by sample,
+    lookups of a position in each of them and gradients put into zeros included."""
+    with exact_float64():
+        model, given = case.make(torch.float64)
+        hints = Hints(dp=2, micro_batch_size=2)
+        if case.name in MIXING:
+            with pytest.raises(MicroBatchError, match=MIXING[case.name]):
+                autopar.verify(model, "cpu:2", hints=hints, example_inputs=given)
+            return
+        plan = autopar.plan(model, "cpu:2", hints=hints, example_inputs=given)
+        assert plan.num_micro_batches == 2
+        report = autopar.verify(model, "cpu:2", hints=hints, example_inputs=given)
+    assert report.bound == BOUND and report.ok, str(report)
+
+
+#: Models that index by sample or put gradients into zeros, and compare no samples.
+INDEXING = ("bloom", "falcon", "falcon-alibi", "whisper", "unet", "dlrm")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "dlrm")) for n in INDEXING])
+def test_no_batch_is_gathered_to_index_by_sample(name: str) -> None:
+    """Data parallel, with a whole copy of the model on each rank: all that a step communicates are sums."""
+    case = next(c for c in (*ARCHITECTURES, *PLAIN) if c.name == name)
+    model, given = case.make(torch.float32)
+    plan = autopar.plan(model, "cpu:2", hints=Hints(dp=2, zero=0), example_inputs=given)
+    assert plan.degrees["dp"] == 2
+    assert {c.kind for c in plan.collectives} == {"all_reduce"}, plan.collectives
 
 
 def test_a_batch_of_another_size_runs_in_micro_batches_that_are_no_larger() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autopar.capture.graph import spec_of
+from autopar.capture.indexing import factories_without_operand, resolve_counting_indices
 
 aten = torch.ops.aten
 
@@ -378,6 +379,8 @@ def repeat_in_backward(graph: fx.Graph, kept_inputs: set[fx.Node]) -> None:
 
 NORMAL_FORM: tuple[Callable[[fx.Graph], None], ...] = (
     drop_noops,
+    resolve_counting_indices,
+    factories_without_operand,
     products_to_einsum,
     sums_through_views,
     sums_in_float32,

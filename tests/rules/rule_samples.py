@@ -716,7 +716,8 @@ def scalar_tensor(d: Draw, target: Any) -> Call:
 @sample(aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default)
 def new_constant(d: Draw, target: Any) -> Call:
     shape = d.shape()
-    source = d.real(shape if d.flag() else d.shape())
+    outer, inner = d.integer(0, len(shape)), d.integer(0, len(shape))  # what operand and result have in common
+    source = d.real(d.pick([shape, d.shape(), [*shape[:outer], *d.shape(0, 2), *shape[inner:]]]))
     return (source, shape, *([2.5] if target is aten.new_full.default else [])), {}
 
 

@@ -45,10 +45,13 @@ def constant(call: OpCall) -> Rule:
 
 @register(aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default)
 def new_constant(call: OpCall) -> Rule:
-    """The operand gives dtype and device only. If it has the result's shape it is split like the result, else asked for
-    whole: prefer to capture these as factories without operand."""
-    dims = names("d", len(call.results[0].shape))
-    operand = dims if call.operands[0].shape == call.results[0].shape else ((),) * len(call.operands[0].shape)
+    """The operand gives dtype and device only. It is split as the result is along the outer and the inner dims that
+    both have (``[b, k, l, h]`` and ``[b, s, h]`` share b and h), and whole along the others."""
+    given, shape = call.operands[0].shape, call.results[0].shape
+    dims, most = names("d", len(shape)), min(len(given), len(shape))
+    outer = next((d for d in range(most) if given[d] != shape[d]), most)
+    inner = next((d for d in range(most - outer) if given[-1 - d] != shape[-1 - d]), most - outer)
+    operand = (*dims[:outer], *[()] * (len(given) - outer - inner), *dims[len(shape) - inner :])
     return make_rule(
         call,
         [operand],
