@@ -117,7 +117,6 @@ def test_batch_norm_is_refused() -> None:
 #: What every sample of a batch has a part in, and where: statistics of the batch, similarities of all pairs.
 MIXING = {
     "resnet": "a sum over the batch depends on",
-    "resnet50": "a sum over the batch depends on",
     "clip": "einsum in the model mixes its samples",
 }
 #: The models whose loss is their own; ResNet-50 is ResNet with more layers.
