@@ -6,8 +6,8 @@
 
 Every case starts its own Gloo processes. Both programs train the same Llama on the same batch; forward and backward of
 one are timed right after those of the other, in alternating order, from a barrier to the last rank's end. A ratio is
-the median over pairs of autopar's time over PyTorch's, with a bootstrap interval of 95 %; collectives are counted in one
-step of each, with the bytes of the whole tensors that they move. ``eager-1`` is the untouched model on one process.
+the median over pairs of autopar's time over PyTorch's, with a bootstrap interval of 95 %; collectives are counted in
+one step of each, with the bytes of the whole tensors that they move. ``eager-1`` is the untouched model on one process.
 """
 
 from __future__ import annotations

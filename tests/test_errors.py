@@ -274,7 +274,8 @@ def test_hints_that_contradict_each_other() -> None:
     error = raised(HintError, lambda: plan(hints=Hints(dp=4, tp=2), example_inputs=TOKENS))
     check(error, what="dp=4, tp=2 .* 4 ranks", expected="dp x tp = 4", found="dp x tp = 8", change="correct one")
     error = raised(HintError, lambda: Hints(zero=0, shard={"*.weight": {"dp": 0}}))
-    check(error, what=r"zero=0 and shard\['\*\.weight'\] contradict", expected="zero=3", change="zero=3")
+    check(error, what=r"zero=0 and shard\['\*\.weight'\] contradict", expected="at least 1",
+          change="zero=1, 2 or 3")  # fmt: skip
     twice = {"model.layers.*.mlp.down_proj.weight": {"tp": 1}, "*.down_proj.weight": {"tp": 0}}
     error = raised(HintError, lambda: plan(hints=Hints(tp=2, shard=twice), example_inputs=TOKENS))
     check(error, what="disagree on how tp splits model.layers.0.mlp.down_proj.weight",

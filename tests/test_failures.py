@@ -47,9 +47,10 @@ GONE = r"rank 1 failed in {} \(call \d+\): (no sign of life|it ended)"
 
 @pytest.mark.parametrize(("what", "message"), [
     ("killed_in_forward", GONE.format("forward")),
-    ("killed_in_backward", GONE.format("backward")),
+    pytest.param("killed_in_backward", GONE.format("backward"), marks=pytest.mark.slow),
     pytest.param("killed_in_train_step", GONE.format("train_step"), marks=pytest.mark.slow),
-    ("out_of_memory", r"rank 1 failed in forward \(call 4\): OutOfMemoryError: CUDA out of memory"),
+    pytest.param("out_of_memory", r"rank 1 failed in forward \(call 4\): OutOfMemoryError: CUDA out of memory",
+                 marks=pytest.mark.slow),
     ("data_loader", r"rank 1 failed in its own code: ValueError: the file is cut short"),
 ])  # fmt: skip
 def test_the_others_end_with_the_reason(what: str, message: str) -> None:

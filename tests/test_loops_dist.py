@@ -18,8 +18,15 @@ LOOPS = {
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("what", LOOPS)
+#: What starts four processes by default; the others start two, which is dp alone, and four where slow tests run.
+ON_FOUR = ("whole steps", "local batches, and ranks that differ")
+STARTS = [(what, processes) for what in LOOPS for processes in (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("what", "processes"),
+    [pytest.param(*s, marks=[pytest.mark.slow] * ((s[0] in ON_FOUR) != (s[1] == 4))) for s in STARTS],
+)
 def test_loops_equal_those_of_one_process(what: str, processes: int) -> None:
     """On dp=2, alone and with tp=2, under ZeRO-3."""
     assert_all_ok(torchrun(processes, SCRIPTS / "loops.py", *LOOPS[what]), processes, LOOPS[what])

@@ -183,8 +183,9 @@ def test_a_bad_size(size: object) -> None:
 
 
 def test_a_model_without_a_loss() -> None:
-    """One clear error that says what to do."""
+    """One clear error that says what to do, when micro-batches are asked for and when a step is."""
     model, given = MODELS["llama"](), {"input_ids": batch()["input_ids"]}
-    plan = autopar.plan(model, "cpu:1", hints=Hints(micro_batch_size=1), example_inputs=given)
     with pytest.raises(InputError, match="train_step needs a model that returns its loss"):
-        specialize_step(model, plan, (), given)
+        autopar.plan(model, "cpu:1", hints=Hints(micro_batch_size=1), example_inputs=given)
+    with pytest.raises(InputError, match="train_step needs a model that returns its loss"):
+        specialize_step(model, autopar.plan(model, "cpu:1", example_inputs=given), (), given)

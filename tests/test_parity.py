@@ -62,7 +62,7 @@ DEFAULT = {
     (torch.float32, "adamw"): ("free-8", "tp2", "dp2-tp2", "zero3-dp8"),
 }
 #: Where bfloat16 is measured a second time by default.
-MEASURED_AGAIN = ((LLAMA, "zero3-dp2-tp2"), (WRITTEN_OUT, "tp4"))
+MEASURED_AGAIN = ((LLAMA, "zero3-dp2-tp2"),)
 NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
 
 
@@ -417,12 +417,13 @@ def test_zero3_saves_no_gathered_weight(case: Case, layout: str) -> None:
 
     forward, backward = (gathers(s, g.graph, "dp") for g in (program.forward, program.backward))
     rest_split = {p.name for p in s.captured.parameters if "dp" in s.assignment.sources[p.placeholder].split_axes}
-    assert {name for (name,) in forward} == rest_split, "every parameter is gathered in the forward"
-    again = {name for (name,) in backward}
+    found = [name for names in forward for name in names]  # a block's parameters are gathered together
+    assert set(found) == rest_split and len(found) == len(set(found)), "each is gathered once in the forward"
+    again = {name for names in backward for name in names}
     read_again = {name for name in rest_split if _read_by_backward(s, name)}
     assert again == read_again
     assert len(again) >= 2
-    assert len(backward) == len(again), "gathered twice in one direction"
+    assert sum(map(len, backward)) == len(again), "gathered twice in one direction"
 
 
 def _read_by_backward(special: Specialization, name: str) -> bool:

@@ -25,7 +25,9 @@ def test_what_a_plan_answers() -> None:
     assert plan.world_size == 8
     assert plan.mesh == Mesh((("dp", 4), ("tp", 2)))
     assert plan.layout("model.layers.0.mlp.down_proj.weight") == Layout((("dp",), ("tp",)))
-    assert str(plan) == "Plan of LlamaForCausalLM on 8 ranks: pp=1, dp=4, tp=2, zero=3, 412 ms a step, 20.5 GiB a device"
+    assert str(plan) == (
+        "Plan of LlamaForCausalLM on 8 ranks: pp=1, dp=4, tp=2, zero=3, 412 ms a step, 20.5 GiB a device"
+    )
 
 
 def test_tp_is_the_innermost_axis_whatever_the_order_of_the_degrees() -> None:

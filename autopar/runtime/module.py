@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
@@ -21,111 +19,33 @@ from autopar.capture.graph import Parameter
 from autopar.capture.hf_padding import padded
 from autopar.errors import InputError, RuntimeFailure
 from autopar.hints import parse_bytes
-from autopar.passes.bind import bind
-from autopar.passes.partition import Program
 from autopar.plan import Plan
 from autopar.runtime.accumulate import Accumulator
-from autopar.runtime.autocast import as_captured, autocast_state
+from autopar.runtime.autocast import as_captured
+from autopar.runtime.autograd import ProgramFunction, local_pieces
 from autopar.runtime.batches import (
     NOT_A_NUMBER,
     check_alike,
-    check_parts,
-    compares_contents,
-    contents,
-    describe,
-    warn_of,
 )
-from autopar.runtime.cache import CACHE_SIZE, Cache, CacheEntry
+from autopar.runtime.cache import CACHE_SIZE, CacheEntry
 from autopar.runtime.clip import clip
 from autopar.runtime.copies import StepCopies
 from autopar.runtime.failure import guarded
 from autopar.runtime.optimizers import refuse_pieces
-from autopar.runtime.outputs import Deferred, OutputTensor, stale
+from autopar.runtime.outputs import stale
 from autopar.runtime.parameters import Fill, as_dtensor, layouts_of, own_pieces, parallel_tree
 from autopar.runtime.pipeline import make_pipeline, no_forward, parameter_names, shown
 from autopar.runtime.precision import agree_on_overflow, inputs_as_used
-from autopar.runtime.process import agree, host_group, make_device_mesh, placements
+from autopar.runtime.process import agree, host_group, make_device_mesh
 from autopar.runtime.program import Emitted, Makers, Specialization, StepProgram
-from autopar.runtime.release import COMPILE, run_and_release
+from autopar.runtime.programs import Programs
+from autopar.runtime.release import run_and_release
+from autopar.runtime.results import rebuild
 from autopar.runtime.save import gathered, save
 from autopar.runtime.step import run_step, step_inputs
 from autopar.runtime.versions import count_steps, version
 from autopar.sharding.stages import homes
 from autopar.workload import Workload
-
-
-class _Step(torch.autograd.Function):
-    """The forward program, and the backward program as its gradient. Parameters come in and gradients go out as
-    DTensors in storage layout."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        module: ParallelModule,
-        special: Specialization,
-        program: Program,
-        given: dict[str, Tensor],
-        *parameters: DTensor,
-    ) -> tuple[Tensor, ...]:
-        values = {**given, **_local(special, parameters)}
-        values.update(module._copies.take(program, parameters, values, run_and_release))
-        with as_captured(module.device_mesh.device_type):
-            outputs = run_and_release(program.forward, [values[name] for name in program.forward_inputs])
-        results, saved = outputs[: program.num_results], outputs[program.num_results :]
-        values.update(zip(program.saved, saved, strict=True))
-        kept = [name for name in program.backward_inputs if name in values]
-        ctx.save_for_backward(*(values[name] for name in kept))
-        ctx.kept, ctx.module, ctx.special, ctx.program = kept, module, special, program
-        places = zip(results, program.results, strict=True)
-        ctx.mark_non_differentiable(*(r for r, i in places if special.captured.outputs[i].tangent is None))
-        ctx.set_materialize_grads(False)  # which results were not used says which parameters get no gradient
-        ctx.empty = [torch.empty_like(r, device="meta") for r in results]
-        return tuple(results)
-
-    @staticmethod
-    @guarded("backward")
-    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
-        special: Specialization = ctx.special
-        program: Program = ctx.program
-        assert program.backward is not None
-        values = dict(zip(ctx.kept, ctx.saved_tensors, strict=True))
-        ctx.maybe_clear_saved_tensors()  # from here on the values alone are held, and the graph lets go of them
-        used = {place for place, tangent in zip(program.results, tangents, strict=True) if tangent is not None}
-        for place, tangent, empty in zip(program.results, tangents, ctx.empty, strict=True):
-            output = special.captured.outputs[place]
-            if output.tangent is not None:
-                if tangent is None:
-                    tangent = torch.zeros_like(empty, device=ctx.module.device_mesh.device_type)
-                values[special.input_name(output.tangent)] = tangent
-        trained = [p.name for p in special.captured.parameters if p.gradient is not None]
-        reached = {name for name in trained if used & special.reached[name]}
-        inputs = [values[name] for name in program.backward_inputs]
-        values.clear()
-        gradients = ctx.module._accumulator.backward(program, inputs, trained, reached)
-        found: list[DTensor | None] = []
-        for p in special.captured.parameters:
-            if p.name not in gradients:
-                found.append(None)
-                continue
-            layout = special.assignment.sources[p.placeholder]
-            gradient = gradients[p.name].to(p.storage_dtype).contiguous()
-            found.append(ctx.module.dtensor(gradient, layout, p.spec.shape))
-        return (None, None, None, None, *found)
-
-
-def _local(special: Emitted, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
-    """This rank's pieces of the parameters that it holds, by the name under which they enter the program."""
-    names = [special.input_name(p.placeholder) for p in special.captured.parameters]
-    held = zip(names, parameters, strict=True)
-    return {n: p.to_local() for n, p in held if isinstance(p, DTensor)}
-
-
-def _shorter(special: Specialization, place: int, length: int | None) -> torch.Size:
-    """The shape of an output whose sequence is cut to ``length``; None leaves it."""
-    shape = special.captured.outputs[place].node.meta["val"].shape
-    if length is None:
-        return torch.Size(shape)
-    return torch.Size(length if d in special.length_dims[place] else size for d, size in enumerate(shape))
 
 
 class ParallelModule(nn.Module):
@@ -172,9 +92,8 @@ class ParallelModule(nn.Module):
         for name, b in own.named_buffers(recurse=False):
             self.register_buffer(name, b, persistent=name not in own._non_persistent_buffers_set)
         self.__dict__.update(_original=tree, _storage=storage, plan=plan, mesh=mesh, device_mesh=device_mesh)
-        self.__dict__.update(_pipeline=pipeline, _makers=makers, _inputs=inputs, _cache=Cache(), _told=set())
-        self.__dict__.update(_calls=0, _last_loss=None, _compiles=compile)
-        self.__dict__.update(_programs=weakref.WeakKeyDictionary(), _keeps_all=False)
+        programs = Programs(tree, plan, makers, device_mesh, inputs, compile)
+        self.__dict__.update(_pipeline=pipeline, _programs=programs, _last_loss=None, _keeps_all=False)
         device = torch.device(device_mesh.device_type)
         self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
         self.__dict__.update(_buckets=Workload.from_dict(plan.workload).pad_to)
@@ -255,7 +174,7 @@ class ParallelModule(nn.Module):
         device = self.device_mesh.device_type
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (args, kwargs))
         args, kwargs, _ = self._padded(args, kwargs)
-        program: StepProgram = self._take("step", args, kwargs, self._load_step)
+        program: StepProgram = self._programs.step(args, kwargs)
         with torch.no_grad():
             given, each = step_inputs(program, self._given(program, args, kwargs))
             if self.grad_scaler is not None:
@@ -264,12 +183,12 @@ class ParallelModule(nn.Module):
                 name = program.input_name(loss.tangent)
                 given[name] = self.grad_scaler.scale(given[name])
             parameters = [self._original.get_parameter(p.name) for p in program.captured.parameters]
-            given.update(_local(program, parameters))
+            given.update(local_pieces(program, parameters))
             with as_captured(self.device_mesh.device_type):
                 if self._pipeline is None:
                     results, gradients = run_step(program.phases, given, each, run_and_release)
                 else:
-                    results, gradients = self._pipeline.step(program, given, each, self._bind)
+                    results, gradients = self._pipeline.step(program, given, each, self._programs.bind)
             trained = [p for p in program.captured.parameters if p.gradient is not None]
             for p, gradient in zip(trained, gradients, strict=True):
                 if gradient is not None:
@@ -361,13 +280,22 @@ class ParallelModule(nn.Module):
             results = dict(enumerate(self._evaluate(special, given, parameters)))
         else:
             defer = self.training and not self._keeps_all
-            program = self._bound(special, Specialization.loss_only if defer else Specialization.whole)
-            results = dict(zip(program.results, _Step.apply(self, special, program, given, *parameters), strict=True))
+            program = self._programs.bound(special, Specialization.loss_only if defer else Specialization.whole)
+            outputs = ProgramFunction.apply(self, special, program, given, *parameters)
+            results = dict(zip(program.results, outputs, strict=True))
         for place, result in results.items():
             if result.dim() == 0 and special.captured.outputs[place].tangent is not None:
                 self._see_loss(result)
         self._update_buffers(special, results)
-        return self._rebuild(special, results, given, parameters, length)
+        versions = [version(p) for p in parameters]
+
+        def late(place: int) -> Tensor:
+            if versions != [version(p) for p in parameters]:
+                raise stale(f"output {place}")
+            self.__dict__["_keeps_all"] = True
+            return self._evaluate(special, given, parameters)[place]
+
+        return rebuild(special, results, late, self.device_mesh, length)
 
     def _padded(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -402,11 +330,11 @@ class ParallelModule(nn.Module):
         self, special: Specialization, given: dict[str, Tensor], parameters: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """All results, by a program that keeps nothing for a backward."""
-        values = {**given, **_local(special, parameters)}
+        values = {**given, **local_pieces(special, parameters)}
         if self._pipeline is not None:
-            found: tuple[Tensor, ...] = self._pipeline.evaluate(special, values, self._bind)
+            found: tuple[Tensor, ...] = self._pipeline.evaluate(special, values, self._programs.bind)
             return found
-        program = self._bound(special, Specialization.evaluation)
+        program = self._programs.bound(special, Specialization.evaluation)
         values.update(self._copies.take(program, parameters, values, run_and_release))
         with as_captured(self.device_mesh.device_type):
             outputs: tuple[Tensor, ...] = run_and_release(program.forward, [values[n] for n in program.forward_inputs])
@@ -420,153 +348,24 @@ class ParallelModule(nn.Module):
             if output.buffer is not None:
                 held[output.buffer].tensor(self._original).copy_(results.pop(place))
 
-    def _rebuild(
-        self,
-        special: Specialization,
-        results: dict[int, Tensor],
-        given: dict[str, Tensor],
-        parameters: Sequence[Tensor],
-        length: int | None,
-    ) -> Any:
-        """What the model would have returned: its structure, with an `OutputTensor` or a `Deferred` for all but
-        scalars; cut to ``length`` tokens where the batch was padded."""
-        versions = [version(p) for p in parameters]
-
-        def late(place: int) -> Tensor:
-            if versions != [version(p) for p in parameters]:
-                raise stale(f"output {place}")
-            self.__dict__["_keeps_all"] = True
-            return self._output(special, place, self._evaluate(special, given, parameters)[place], length)
-
-        captured = special.captured
-        found: list[Tensor | Deferred] = []
-        for place, output in enumerate(captured.outputs):
-            if place in results:
-                found.append(self._output(special, place, results[place], length))
-            elif output.buffer is None:
-                val = output.node.meta["val"]
-                shape = _shorter(special, place, length)
-                found.append(Deferred(shape, val.dtype, functools.partial(late, place)))
-        tensors, constants = iter(found), dict(captured.output_constants)
-        count = captured.output_spec.num_leaves
-        leaves = [constants[i] if i in constants else next(tensors) for i in range(count)]
-        return pytree.tree_unflatten(leaves, captured.output_spec)
-
-    def _output(self, special: Specialization, place: int, result: Tensor, length: int | None) -> Tensor:
-        """One result as the user gets it."""
-        if result.dim() == 0:
-            return result
-        val = special.captured.outputs[place].node.meta["val"]
-        layout = special.assignment.sinks[place]
-        tensor: Any = DTensor.from_local(
-            result,
-            self.device_mesh,
-            placements(layout, self.mesh),
-            run_check=False,
-            shape=val.shape,
-            stride=val.stride(),
-        )
-        for dim, size in enumerate(_shorter(special, place, length)):
-            if size < tensor.shape[dim]:
-                tensor = tensor.narrow(dim, 0, size)
-        return OutputTensor.of(tensor)
-
-    def _bound(self, special: Specialization, make: Callable[[Specialization], Program]) -> Program:
-        """A program of a specialisation, bound to this process when it is first used."""
-        programs: dict[str, Program] = self._programs.setdefault(special, {})
-        if make.__name__ not in programs:
-            program = programs[make.__name__] = make(special)
-            copies = program.copies.module if program.copies is not None else None
-            for graph in (program.forward, program.backward, copies):
-                if graph is not None:
-                    self._bind(graph)
-        return programs[make.__name__]
-
     def specialization(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
         """The program for a batch's shapes: made once, the same on every rank, then kept."""
-        found: Specialization = self._take("forward", args, kwargs, self._load)
+        found: Specialization = self._programs.forward(args, kwargs)
         return found
-
-    def _take(
-        self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], load: Callable[[tuple[Any, ...], Any], Any]
-    ) -> Any:
-        """What ``load`` makes for a batch's shapes, or has made before. RuntimeFailure if ranks ask for different
-        things."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        frozen = tuple(p.requires_grad for p in self._original.parameters())
-        casts = autocast_state(self.device_mesh.device_type)
-        key = (what, str(spec), repr(shapes), self.training, frozen, casts)
-        entry = CacheEntry(tuple(tuple(t.shape) for t in batch_tensors(args, kwargs)), self.training)
-        cache: Cache[Any] = self._cache
-        kept = "kept" if key in cache else "not made yet"
-        modes = f"{what}, training={self.training}, gradients={torch.is_grad_enabled()}, {casts}, program {kept}"
-        self._check_batch(args, kwargs, modes)
-        return cache.take(key, entry, lambda: load(args, kwargs))
 
     def _see_loss(self, loss: Tensor) -> None:
         """Warn, once and on every rank, of a loss that is not a number; on a GPU one call later, not to wait for it."""
         last, self.__dict__["_last_loss"] = self._last_loss, loss.detach()
         seen = loss if loss.device.type == "cpu" else last
-        if seen is not None and ("nan", None) not in self._told and bool(torch.isnan(seen)):
-            self._told.add(("nan", None))
+        if seen is not None and ("nan", None) not in self._programs.told and bool(torch.isnan(seen)):
+            self._programs.told.add(("nan", None))
             warnings.warn(f"rank {dist.get_rank()}: {NOT_A_NUMBER}", UserWarning, stacklevel=3)
-
-    def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: str) -> None:
-        """RuntimeFailure on all ranks if their batches differ: in shapes always, in contents now and then."""
-        words, compared = f"{describe(args, kwargs)}; {modes}", compares_contents(self._calls)
-        self.__dict__["_calls"] += 1
-        digest = contents(batch_tensors(args, kwargs)) if compared and dist.get_world_size() > 1 else ""
-        whole = self._inputs == "global"
-        check_alike(f"{words}; contents {digest}" if digest and whole else words, host_group())
-        if digest and not whole:
-            check_parts(self.data_rank, digest, host_group())
 
     @property
     def specializations(self) -> tuple[CacheEntry, ...]:
         """The programs kept at the moment, the longest unused first; at most ``CACHE_SIZE`` of them."""
-        return self._cache.entries()
+        return self._programs.cache.entries()
 
     def extra_repr(self) -> str:
         """The plan, and how many programs are kept."""
         return f"{self.plan}; {len(self.specializations)} of at most {CACHE_SIZE} programs kept"
-
-    def _load(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
-        """Make a program and compare it between ranks."""
-        special = self._makers.forward(
-            self._original, self.plan, args, kwargs, training=self.training, inputs=self._inputs
-        )
-        self._compare(special.program.hash())
-        if dist.get_rank() == 0:
-            warn_of(special.fallbacks, self._told)
-        return special
-
-    def _load_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProgram:
-        """Make the program of a step, compare it between ranks and bind it to this process."""
-        program = self._makers.step(
-            self._original, self.plan, args, kwargs, training=self.training, inputs=self._inputs
-        )
-        self._compare(program.hash())
-        if self._pipeline is None:
-            for phase in program.phases.all():
-                self._bind(phase.module)
-        return program
-
-    def _bind(self, graph: fx.GraphModule) -> None:
-        groups = {axis: self.device_mesh.get_group(axis).group_name for axis in self.mesh.names}
-        bind(graph, groups, torch.device(self.device_mesh.device_type))
-        graph.meta[COMPILE] = self._compiles
-
-    def _compare(self, program_hash: str) -> None:
-        """Ranks must run the same program, or they would wait for one another for ever."""
-        hashes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hashes, program_hash)
-        different = [rank for rank, h in enumerate(hashes) if h != hashes[0]]
-        if different:
-            raise RuntimeFailure(
-                f"ranks {different} made another program than rank 0",
-                expected="the same model, batch shapes, plan and versions on every rank",
-                found=f"{len(set(hashes))} different programs",
-                change="pass the same global batch shapes on every rank, run one version of the code, and let no loop "
-                "over a set decide in which order the model computes (or set PYTHONHASHSEED=0 for all ranks)",
-            )
