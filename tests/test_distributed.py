@@ -60,7 +60,7 @@ def assert_all_ok(result: subprocess.CompletedProcess[str], processes: int, name
 
 @pytest.mark.parametrize(("model", "processes"), [
     ("llama", 4),
-    ("gpt2", 2),
+    pytest.param("gpt2", 2, marks=pytest.mark.slow),
     pytest.param("llama", 2, marks=pytest.mark.slow),
     pytest.param("gpt2", 4, marks=pytest.mark.slow),
 ])  # fmt: skip

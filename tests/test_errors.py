@@ -294,7 +294,10 @@ def bytes_of(pattern: str, text: str) -> int:
     return int(match[1])
 
 
-@pytest.mark.parametrize("degrees", [{}, {"tp": 1}, {"tp": 1, "zero": 0}, {"dp": 2, "tp": 2, "zero": 3}], ids=str)
+@pytest.mark.parametrize("degrees", [
+    {}, {"tp": 1, "zero": 0},
+    *(pytest.param(d, marks=pytest.mark.slow) for d in ({"tp": 1}, {"dp": 2, "tp": 2, "zero": 3})),
+], ids=str)  # fmt: skip
 def test_model_that_does_not_fit(degrees: dict[str, int]) -> None:
     """The bytes that the error asks for are enough, the bytes missing are the difference, and the plan that it names is
     one that comes out; with one byte less nothing comes out that needs more."""

@@ -51,7 +51,8 @@ GONE = r"rank 1 failed in {} \(call \d+\): (no sign of life|it ended)"
     pytest.param("killed_in_train_step", GONE.format("train_step"), marks=pytest.mark.slow),
     pytest.param("out_of_memory", r"rank 1 failed in forward \(call 4\): OutOfMemoryError: CUDA out of memory",
                  marks=pytest.mark.slow),
-    ("data_loader", r"rank 1 failed in its own code: ValueError: the file is cut short"),
+    pytest.param("data_loader", r"rank 1 failed in its own code: ValueError: the file is cut short",
+                 marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_others_end_with_the_reason(what: str, message: str) -> None:
     """Killed in forward, backward and train_step; out of memory on a rank that lives on while the other waits for it;
@@ -62,6 +63,7 @@ def test_the_others_end_with_the_reason(what: str, message: str) -> None:
     assert codes[0] != 0 and codes[1] != 0
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_say_so() -> None:
     """Global batches with other contents, local ones that should be the same, other plans, other weights: one
     message on all ranks; a loss of nan is a warning, once on each."""

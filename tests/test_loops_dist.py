@@ -18,14 +18,21 @@ LOOPS = {
 pytestmark = pytest.mark.dist
 
 
-#: What starts four processes by default; the others start two, which is dp alone, and four where slow tests run.
-ON_FOUR = ("whole steps", "local batches, and ranks that differ")
+#: On how many processes loops run by default: on two there is dp alone. On all others, and the buckets on any, they are
+#: slow tests.
+DEFAULT = {
+    ("whole steps", 4),
+    ("local batches, and ranks that differ", 4),
+    ("ragged batches, and the programs that are kept", 2),
+    ("recipes and checkpoints", 2),
+    ("gradients held back", 2),
+}
 STARTS = [(what, processes) for what in LOOPS for processes in (2, 4)]
 
 
 @pytest.mark.parametrize(
     ("what", "processes"),
-    [pytest.param(*s, marks=[pytest.mark.slow] * ((s[0] in ON_FOUR) != (s[1] == 4))) for s in STARTS],
+    [pytest.param(*start, marks=[pytest.mark.slow] * (start not in DEFAULT)) for start in STARTS],
 )
 def test_loops_equal_those_of_one_process(what: str, processes: int) -> None:
     """On dp=2, alone and with tp=2, under ZeRO-3."""

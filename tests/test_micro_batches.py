@@ -50,7 +50,6 @@ PLANS: dict[str, tuple[int, Hints, int]] = {
 DEFAULT = {
     ("llama", "zero3-dp2-tp2, 4"),
     ("llama", "tp4, 2, recomputed"),
-    ("llama", "one rank, 8"),
     ("gpt2 with dropout", "dp2-tp2, 2"),
     ("bert", "zero3-dp4, 2"),
 }
