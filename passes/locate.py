@@ -99,12 +99,15 @@ def locate_forward(
         varied |= {name for name, n in once.outputs.items() if n in of_batch}
     graph = Located.of(phases.forward)
     both = reached(graph, held) & reached(graph, varied)
+    # from where on a value can be made: parameters travel to later stages, as activations do, not to earlier ones
+    earliest = {n: min(held.get(n.name, (0,))) for n in graph.nodes if n.op == "placeholder"}
     for node in graph.calls:
+        earliest[node] = max((earliest[arg] for arg in node.all_input_nodes), default=0)
         known = [graph.at[arg] for arg in node.all_input_nodes if arg in graph.at]
         if node in both and (own := label(node)) is not None:
             known.append(own)
         if known:
-            graph.at[node] = max(known)
+            graph.at[node] = max(*known, earliest[node])
     for node in reversed(graph.nodes):  # in no unit and not made of any: where it is first read
         if node in both and node not in graph.at:
             graph.at[node] = min((graph.at[user] for user in node.users if user in graph.at), default=count - 1)

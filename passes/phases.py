@@ -16,6 +16,7 @@ the whole batch. Every value has the name of its node; a sum that of the node th
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -42,9 +43,9 @@ class Phase:
 @dataclass(frozen=True)
 class Phases:
     """The phases of a step; None where there is nothing to do. ``sums`` gives the reduction (sum, max, min) by which
-    values that ``prologue``, ``forward`` and ``backward`` return are taken together over micro-batches; what else
-    ``forward`` returns is saved for ``backward``. ``results`` and ``gradients`` name the values that a step ends with,
-    by place: results as asked for, gradients in the captured order."""
+    values that ``prologue``, ``forward`` and ``backward`` return are taken together over micro-batches. Of what
+    ``forward`` returns ``backward`` reads what is saved for it. ``results`` and ``gradients`` name the values that a
+    step ends with, by place: results as asked for, gradients in the captured order."""
 
     prologue: Phase | None
     once: Phase | None
@@ -54,6 +55,13 @@ class Phases:
     sums: dict[str, str]
     results: tuple[str, ...]
     gradients: tuple[str, ...]
+
+    @functools.cached_property
+    def left(self) -> tuple[str, ...]:
+        """What forward and backward leave for the end of a step; a value of the forward can be saved besides."""
+        read = {*(self.finish.inputs if self.finish else ()), *self.results, *self.gradients}
+        made = (*self.forward.outputs, *(self.backward.outputs if self.backward else ()))
+        return tuple(name for name in made if name in read)
 
     def all(self) -> list[Phase]:
         """The phases that there are, in the order in which they run."""

@@ -33,26 +33,17 @@ from autopar.passes.locate import (
 )
 from autopar.passes.overlap import overlap
 from autopar.passes.phases import Phase, Phases
+from autopar.sharding.operators import VIEWS
 from autopar.sharding.stages import Stages
 
-#: Operators that a stage repeats on a value that has travelled, rather than receive their result too.
-_RESHAPES = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.expand.default,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.detach.default,
-        aten.alias.default,
-    }
-)
+#: Views that a stage repeats on a value that has travelled, rather than receive their result too: those of all of it.
+_RESHAPES = VIEWS - {
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+}
 
 
 @dataclass(frozen=True)

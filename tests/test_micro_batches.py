@@ -19,6 +19,7 @@ from autopar import Hints
 from autopar.errors import HintError, InputError, MicroBatchError
 from autopar.passes.phases import Phases
 from autopar.runtime.reference import exact_float64
+from autopar.runtime.verify import compare
 from autopar.specialize import specialize_step
 
 BOUND = 1e-10
@@ -163,6 +164,30 @@ def test_a_batch_of_another_size_runs_in_micro_batches_that_are_no_larger() -> N
     assert plan.num_micro_batches == 2
     counts = {size: specialize_step(model, plan, (), tokens(size, 8)).count for size in (16, 6, 7)}
     assert counts == {16: 4, 6: 3, 7: 7}
+
+
+class RootMeanSquare(nn.Module):
+    """A loss that its own backward reads: the gradient of a root is made of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """x [B, 8], y [B, 4]."""
+        return {"loss": (self.layer(x) - y).square().mean().sqrt()}
+
+
+def test_a_loss_that_the_backward_reads() -> None:
+    """In one piece it is both a result and saved; in micro-batches a root of a mean is refused."""
+    torch.manual_seed(0)
+    model, given = RootMeanSquare().double(), {"x": torch.randn(4, 8).double(), "y": torch.randn(4, 4).double()}
+    plan = autopar.plan(model, "cpu:2", hints=Hints(dp=2), example_inputs=given)
+    program = specialize_step(model, plan, (), given)
+    report = compare(model, program, (), given, steps=2)
+    assert program.count == 1 and report.ok and report.bound == BOUND, str(report)
+    with pytest.raises(MicroBatchError, match="cannot run in micro-batches"):
+        autopar.verify(model, "cpu:2", hints=Hints(dp=2, micro_batch_size=1), example_inputs=given)
 
 
 @pytest.mark.parametrize(("hints", "found"), [

@@ -11,7 +11,6 @@ Tried with transformers 5.24 and accelerate 1.15, whose methods of the same name
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
 from autopar.errors import InputError
-from autopar.runtime.batches import check_alike, describe
+from autopar.runtime.batches import check_alike, contents, describe
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.process import host_group
 
@@ -82,11 +81,8 @@ class ParallelTrainerMixin(_Mixed):
         """The batch on its device. RuntimeFailure, on all ranks, unless it is the same on all: a dataset that shuffles
         by itself would train on a mixture that no batch ever was."""
         found: Mapping[str, Any] = super()._prepare_inputs(inputs)
-        tensors = [t.cpu().contiguous() for t in pytree.tree_leaves(dict(found)) if isinstance(t, Tensor)]
-        contents = hashlib.sha256()
-        for tensor in tensors:
-            contents.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
-        check_alike(f"{describe((), found)} with contents {contents.hexdigest()[:8]}", host_group())
+        tensors = [t for t in pytree.tree_leaves(dict(found)) if isinstance(t, Tensor)]
+        check_alike(f"{describe((), found)} with contents {contents(tensors)}", host_group())
         return found
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:

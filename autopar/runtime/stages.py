@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar.passes.pipeline import Stage
 from autopar.runtime.program import StepProgram
-from autopar.runtime.step import Combine, Run, combine, run_phase
+from autopar.runtime.step import Combine, Run, Sums, combine, run_phase
 from autopar.schedule import global_order, order
 
 
@@ -28,9 +28,9 @@ class StageRun:
         run: Run,
         combine: Combine = combine,
     ) -> None:
-        self.stage, self._reductions, self._run, self._combine = stage, sums, run, combine
+        self.stage, self._run = stage, run
         self._given, self._batches = dict(given), micro_batches
-        self._sums: dict[str, Any] = {}
+        self._before, self._sums = Sums(sums, combine), Sums(sums, combine)
         self.values: list[dict[str, Any]] = [{} for _ in micro_batches]
         self._handed_on: dict[tuple[str, int], dict[str, Any]] = {}
 
@@ -39,9 +39,8 @@ class StageRun:
         stage = self.stage
         if stage.prologue is not None:
             for batch in self._batches:
-                self._add(run_phase(self._run, stage.prologue, {**self._given, **batch}))
-            self._given.update(self._sums)
-            self._sums.clear()
+                self._before.add(run_phase(self._run, stage.prologue, {**self._given, **batch}))
+            self._given.update(self._before)
         if stage.once is not None:
             self._given.update(run_phase(self._run, stage.once, self._given))
 
@@ -62,7 +61,7 @@ class StageRun:
         values.clear()
         values.update({name: passed[name] for name in kept if name in passed})
         found = passed | dict(zip(phase.outputs, self._run(phase.module, inputs), strict=True))
-        self._add({name: found[name] for name in phase.outputs if name in stage.left})
+        self._sums.add({name: found[name] for name in phase.outputs if name in stage.left})
         values.update({name: found[name] for name in kept if name in found})
         if kind != "W":
             self._handed_on["F" if kind == "F" else "B", micro_batch] = {name: found[name] for name in sends}
@@ -78,13 +77,6 @@ class StageRun:
         if self.stage.finish is not None:
             values.update(run_phase(self._run, self.stage.finish, values))
         return {name: values[name] for name in (*self.stage.results, *self.stage.gradients)}
-
-    def _add(self, found: Mapping[str, Any]) -> None:
-        """Add what a micro-batch leaves for the end of the step to what the others have left."""
-        for name, value in found.items():
-            if name in self._reductions and name in self._sums:
-                value = self._combine(self._reductions[name], self._sums[name], value)
-            self._sums[name] = value
 
 
 def run_pipeline(

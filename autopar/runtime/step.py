@@ -34,6 +34,20 @@ def run_phase(run: Run, phase: Phase, values: Mapping[str, Any]) -> dict[str, An
     return dict(zip(phase.outputs, outputs, strict=True))
 
 
+class Sums(dict[str, Any]):
+    """What micro-batches leave for the end of a step, by name, taken together by ``reductions``."""
+
+    def __init__(self, reductions: Mapping[str, str], combine: Combine) -> None:
+        super().__init__()
+        self._reductions, self._combine = reductions, combine
+
+    def add(self, found: Mapping[str, Any]) -> None:
+        """Take in what one micro-batch leaves; without a reduction (there is one micro-batch) as it is."""
+        for name, value in found.items():
+            known = name in self._reductions and name in self
+            self[name] = self._combine(self._reductions[name], self[name], value) if known else value
+
+
 def run_step(
     phases: Phases,
     given: Mapping[str, Any],
@@ -43,33 +57,25 @@ def run_step(
 ) -> tuple[list[Any], list[Any]]:
     """Results and gradients of a step. ``given`` are the inputs that all micro-batches share, by name, and
     ``micro_batches`` those of each."""
-    values, sums = dict(given), dict[str, Any]()
-
-    def add(found: Mapping[str, Any]) -> None:
-        for name, value in found.items():
-            if name in phases.sums and name in sums:
-                sums[name] = combine(phases.sums[name], sums[name], value)
-            else:
-                sums[name] = value
-
+    values = dict(given)
     if phases.prologue is not None:
+        before = Sums(phases.sums, combine)
         for own in micro_batches:
-            add(run_phase(run, phases.prologue, {**values, **own}))
-        values.update(sums)
-        sums.clear()
+            before.add(run_phase(run, phases.prologue, {**values, **own}))
+        values.update(before)
     if phases.once is not None:
         values.update(run_phase(run, phases.once, values))
-    left = () if phases.backward is None else phases.backward.inputs
+    sums = Sums(phases.sums, combine)
     for own in micro_batches:
         here = {**values, **own}
         made = run_phase(run, phases.forward, here)
-        here.update({name: value for name, value in made.items() if name in left})
-        add({name: value for name, value in made.items() if name not in left})
+        sums.add({name: made[name] for name in phases.left if name in made})
         if phases.backward is not None:
+            here.update(made)
             inputs = [here[name] for name in phases.backward.inputs]
             here.clear()  # what the forward saved is held by the list alone, which may be emptied as it is used
             made.clear()
-            add(dict(zip(phases.backward.outputs, run(phases.backward.module, inputs), strict=True)))
+            sums.add(dict(zip(phases.backward.outputs, run(phases.backward.module, inputs), strict=True)))
     values.update(sums)
     if phases.finish is not None:
         values.update(run_phase(run, phases.finish, values))
