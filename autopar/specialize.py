@@ -34,7 +34,7 @@ from autopar.solver.carry import keepings, plan_pins
 from autopar.solver.pipeline import Stages, balanced, costs
 from autopar.solver.program import solve
 from autopar.solver.space import DATA_AXIS, output_values
-from autopar.solver.spmd import make_program, read
+from autopar.solver.spmd import Setting, make_program, read
 from autopar.workload import Precision, Workload
 
 
@@ -82,13 +82,12 @@ def _capture_for(
 
 def _carry(plan: Plan, captured: Captured, local: bool, micro_batches: int = 1) -> _Carried:
     """Solve for the shapes of a captured batch what ``plan`` leaves open."""
-    operators, workload = read(captured), Workload.from_dict(plan.workload)
+    operators, cluster = read(captured), Cluster.from_dict(plan.cluster)
     split = _split_inputs(captured, plan.mesh) if local else {}
     pins = replace(plan_pins(captured, operators, plan), inputs=split, micro_batches=micro_batches)
-    cluster = Cluster.from_dict(plan.cluster)
-    space, program = make_program(
-        captured, operators, plan.mesh, cluster, workload.optimizer, pins, float("inf"), plan.recompute
-    )
+    optimizer = Workload.from_dict(plan.workload).optimizer
+    setting = Setting(captured, operators, cluster, optimizer, plan.recompute)
+    space, program = make_program(setting, plan.mesh, pins)
     solution = solve(program)
     assert solution is not None  # without a budget every space has an answer
     return _Carried(captured, operators, space.assignment(solution.options))

@@ -123,6 +123,7 @@ class _Emitter:
         return self.nodes[(value, None, layout) if layout == self.produced[value] else (value, backward, layout)]
 
     def operator(self, op: Operator) -> None:
+        """Write a rank's part of one operator, its operands redistributed where needed."""
         meta = op.node.meta
         self.meta = {name: meta[name] for name in ("module", "block", "backward")} | {"operator": op.node}
         ins, outs = layouts(op.rule, self.assignment.strategies[op.node], self.mesh)

@@ -18,8 +18,9 @@ from autopar.runtime.program import emit
 from autopar.runtime.verify import VerifyReport, compare
 from autopar.sharding.layout import Mesh
 from autopar.sharding.rule import Strategy
+from autopar.solver.program import solve
 from autopar.solver.space import Pins
-from autopar.solver.spmd import read, solve_mesh
+from autopar.solver.spmd import Setting, make_program, read
 from autopar.specialize import capture_batch
 
 SETTINGS = settings(
@@ -61,11 +62,14 @@ def with_strategies(data: st.DataObject, found: Example) -> tuple[VerifyReport, 
     captured = capture_batch(found.model, (found.x,), {})
     operators = read(captured)
     cluster = Cluster.parse("cpu:1x4")
-    solved = solve_mesh(captured, operators, mesh, cluster, "sgd", Pins(operator=allowed, strict=False))
-    if solved is None:  # some operator is left with partial sums alone that nobody offers
-        solved = solve_mesh(captured, operators, mesh, cluster, "sgd", Pins())
-    assert solved is not None
-    return compare(found.model, emit(captured, operators, solved.assignment), (found.x,), {}, steps=2), (number, mesh)
+    setting = Setting(captured, operators, cluster, "sgd")
+    for pins in (Pins(operator=allowed, strict=False), Pins()):
+        space, program = make_program(setting, mesh, pins)
+        if (solution := solve(program)) is not None:
+            break  # else some operator is left with partial sums alone that nobody offers
+    assert solution is not None
+    emitted = emit(captured, operators, space.assignment(solution.options))
+    return compare(found.model, emitted, (found.x,), {}, steps=2), (number, mesh)
 
 
 Judge = Callable[[st.DataObject, Example], tuple[VerifyReport, object]]

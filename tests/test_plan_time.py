@@ -21,7 +21,7 @@ from autopar.solver.costs import Prices, local_work, price
 from autopar.solver.program import solve
 from autopar.solver.search import search
 from autopar.solver.space import build_space
-from autopar.solver.spmd import account, read
+from autopar.solver.spmd import Setting, account, read
 from autopar.workload import Workload
 
 TOKENS = models.tokens(seq_len=16)
@@ -77,7 +77,7 @@ def test_counted_by_kind_is_counted_one_by_one(model: nn.Module, monkeypatch: py
     assert solution is not None
     assignment = by_kind.assignment(solution.options)
     work = [local_work(op, operators, mesh, assignment.strategies[op.node]) for op in operators]
-    solved = account(captured, operators, assignment, cluster, "adamw", solution)
+    solved = account(Setting(captured, operators, cluster, "adamw"), assignment, solution)
     assert solved.breakdown["compute"] == pytest.approx(prices.work_seconds(work).sum(), rel=1e-12)
 
 

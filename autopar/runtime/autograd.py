@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.passes.partition import Program
+from autopar.runtime.accumulate import Accumulator
 from autopar.runtime.autocast import as_captured
+from autopar.runtime.copies import StepCopies
 from autopar.runtime.failure import guarded
 from autopar.runtime.program import Emitted, Specialization
 from autopar.runtime.release import run_and_release
+from autopar.sharding.layout import Layout
 
-if TYPE_CHECKING:
-    from autopar.runtime.module import ParallelModule
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a program needs of its module to run: the kind of device, the copies of parameters that are kept, what holds
+    gradients back, and how a rank's piece becomes a DTensor."""
+
+    device_type: str
+    copies: StepCopies
+    accumulator: Accumulator
+    dtensor: Callable[[Tensor, Layout, Sequence[int]], DTensor]
 
 
 class ProgramFunction(torch.autograd.Function):
@@ -26,21 +38,21 @@ class ProgramFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        module: ParallelModule,
+        around: Surroundings,
         special: Specialization,
         program: Program,
         given: dict[str, Tensor],
         *parameters: DTensor,
     ) -> tuple[Tensor, ...]:
         values = {**given, **local_pieces(special, parameters)}
-        values.update(module._copies.take(program, parameters, values, run_and_release))
-        with as_captured(module.device_mesh.device_type):
+        values.update(around.copies.take(program, parameters, values, run_and_release))
+        with as_captured(around.device_type):
             outputs = run_and_release(program.forward, [values[name] for name in program.forward_inputs])
         results, saved = outputs[: program.num_results], outputs[program.num_results :]
         values.update(zip(program.saved, saved, strict=True))
         kept = [name for name in program.backward_inputs if name in values]
         ctx.save_for_backward(*(values[name] for name in kept))
-        ctx.kept, ctx.module, ctx.special, ctx.program = kept, module, special, program
+        ctx.kept, ctx.around, ctx.special, ctx.program = kept, around, special, program
         places = zip(results, program.results, strict=True)
         ctx.mark_non_differentiable(*(r for r, i in places if special.captured.outputs[i].tangent is None))
         ctx.set_materialize_grads(False)  # which results were not used says which parameters get no gradient
@@ -50,6 +62,7 @@ class ProgramFunction(torch.autograd.Function):
     @staticmethod
     @guarded("backward")
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
+        around: Surroundings = ctx.around
         special: Specialization = ctx.special
         program: Program = ctx.program
         assert program.backward is not None
@@ -60,13 +73,13 @@ class ProgramFunction(torch.autograd.Function):
             output = special.captured.outputs[place]
             if output.tangent is not None:
                 if tangent is None:
-                    tangent = torch.zeros_like(empty, device=ctx.module.device_mesh.device_type)
+                    tangent = torch.zeros_like(empty, device=around.device_type)
                 values[special.input_name(output.tangent)] = tangent
         trained = [p.name for p in special.captured.parameters if p.gradient is not None]
         reached = {name for name in trained if used & special.reached[name]}
         inputs = [values[name] for name in program.backward_inputs]
         values.clear()
-        gradients = ctx.module._accumulator.backward(program, inputs, trained, reached)
+        gradients = around.accumulator.backward(program, inputs, trained, reached)
         found: list[DTensor | None] = []
         for p in special.captured.parameters:
             if p.name not in gradients:
@@ -74,7 +87,7 @@ class ProgramFunction(torch.autograd.Function):
                 continue
             layout = special.assignment.sources[p.placeholder]
             gradient = gradients[p.name].to(p.storage_dtype).contiguous()
-            found.append(ctx.module.dtensor(gradient, layout, p.spec.shape))
+            found.append(around.dtensor(gradient, layout, p.spec.shape))
         return (None, None, None, None, *found)
 
 

@@ -22,7 +22,7 @@ from autopar.hints import parse_bytes
 from autopar.plan import Plan
 from autopar.runtime.accumulate import Accumulator
 from autopar.runtime.autocast import as_captured
-from autopar.runtime.autograd import ProgramFunction, local_pieces
+from autopar.runtime.autograd import ProgramFunction, Surroundings, local_pieces
 from autopar.runtime.batches import (
     NOT_A_NUMBER,
     check_alike,
@@ -281,7 +281,8 @@ class ParallelModule(nn.Module):
         else:
             defer = self.training and not self._keeps_all
             program = self._programs.bound(special, Specialization.loss_only if defer else Specialization.whole)
-            outputs = ProgramFunction.apply(self, special, program, given, *parameters)
+            around = Surroundings(self.device_mesh.device_type, self._copies, self._accumulator, self.dtensor)
+            outputs = ProgramFunction.apply(around, special, program, given, *parameters)
             results = dict(zip(program.results, outputs, strict=True))
         for place, result in results.items():
             if result.dim() == 0 and special.captured.outputs[place].tangent is not None:

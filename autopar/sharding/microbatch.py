@@ -99,6 +99,7 @@ class _Follower:
         self.strategies = dict(assignment.strategies)
 
     def follow(self) -> None:
+        """Settle what every operator does on the axis, and where its results lie there."""
         for op in self.operators:
             places = [self.places[value] for value in op.operands]
             choice = _choice(op, places)

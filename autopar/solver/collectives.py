@@ -32,8 +32,8 @@ def collectives(
 ) -> tuple[Collective, ...]:
     """All collectives of a step by kind, axis and purpose. What the backward issues itself it does not make again, nor
     what is kept from the forward; collectives of parameters and gradients are issued every micro-batch or once, as
-    ``keep`` has it by parameter, those of activations are counted as of the whole batch. ``only`` picks the
-    redistributions that count, for a part of the model."""
+    ``keep`` has it by parameter, and so are those of what carries the batch, of a part of it each time. ``only`` picks
+    the redistributions that count, for a part of the model."""
     totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
     every = _issued(captured, operators, assignment, held, keep, micro_batches, only)
     for (kind, axis, purpose, nbytes), times in every:
@@ -80,7 +80,8 @@ def _issued(
                     pieces["once" if once else direction, 1 if once else micro_batches].append(piece)
                 continue
             nbytes = whole_elements(step, assignment.mesh, transfer.spec.shape) * transfer.spec.dtype.itemsize
-            yield (step.kind, step.axis, _purpose(transfer, reader), nbytes), 1
+            parts = micro_batches if operators.batch_dims[transfer.value] else 1
+            yield (step.kind, step.axis, _purpose(transfer, reader), nbytes // parts), parts
     for (_, times), phase in pieces.items():
         for places in buckets(phase):
             whole = merged([phase[i] for i in places])

@@ -21,14 +21,13 @@ from autopar.report.units import bytes_text
 from autopar.schedule import check_schedule, runs
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Layout, Mesh
-from autopar.sharding.operators import Operators
 from autopar.sharding.recompute import forward_blocks
 from autopar.sharding.zero import Zero
 from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.pipeline import Pipeline, make_pipeline, units
 from autopar.solver.program import Solution, solve
 from autopar.solver.space import DATA_AXIS, Pins
-from autopar.solver.spmd import Solved, account, make_program, read
+from autopar.solver.spmd import Setting, Solved, account, make_program, read
 from autopar.solver.staged import staged
 from autopar.workload import Workload
 
@@ -45,16 +44,11 @@ FILLING = 4
 
 @dataclass(frozen=True)
 class _Task:
-    """What every candidate is solved for; ``recompute`` is what all of them make again, ``pipeline`` the one of which
-    they are a stage, ``zero`` what happens to parameters that rest sharded."""
+    """What every candidate is solved for; ``pipeline`` is the one of which they are a stage."""
 
-    captured: Captured
-    operators: Operators
-    cluster: Cluster
+    setting: Setting
     workload: Workload
-    recompute: str = "none"
     pipeline: Pipeline | None = None
-    zero: Zero = Zero()  # noqa: RUF009  frozen
 
     def solve(self, mesh: Mesh, pins: Pins, budget: float) -> Solved | None:
         """The fastest assignment on ``mesh`` that keeps at most ``budget`` bytes a device, or None.
@@ -62,12 +56,10 @@ class _Task:
         The program counts a saved view as the solver expects it to be read; where the account of the answer comes out
         higher, the program's budget is lowered by the difference and it is solved again.
         """
-        limit, optimizer = budget, self.workload.optimizer
+        limit = budget
         if self.pipeline is not None:  # the program counts the whole model, of which a rank has its stages
             limit = np.inf if np.isinf(budget) else budget * self.pipeline.pp
-        space, program = make_program(
-            self.captured, self.operators, mesh, self.cluster, optimizer, pins, budget, self.recompute
-        )
+        space, program = make_program(self.setting, mesh, pins)
         while True:
             solution = solve(replace(program, budget=limit))
             if solution is None:
@@ -80,10 +72,7 @@ class _Task:
     def least_memory(self, mesh: Mesh, pins: Pins) -> tuple[float, Solved | None]:
         """Bytes a device for which `solve` finds an assignment on ``mesh``, about the fewest, and that assignment; inf
         and None if there is none."""
-        optimizer = self.workload.optimizer
-        space, program = make_program(
-            self.captured, self.operators, mesh, self.cluster, optimizer, pins, np.inf, self.recompute
-        )
+        space, program = make_program(self.setting, mesh, pins)
         # Only bytes count; where there is no way between two layouts there still is none.
         pairs = zip(program.seconds, program.memory, strict=True)
         program.seconds = [np.where(np.isfinite(s), m * 1e-9, s) for s, m in pairs]
@@ -98,12 +87,8 @@ class _Task:
 
     def _account(self, assignment: Assignment, solution: Solution, pins: Pins) -> Solved:
         """What an assignment costs, of a whole step on a mesh or of a pipeline of such meshes."""
-        captured, operators, cluster, optimizer = self.captured, self.operators, self.cluster, self.workload.optimizer
-        how = self.recompute, self.zero, pins.micro_batches
-        solved = account(captured, operators, assignment, cluster, optimizer, solution, *how)
-        if self.pipeline is None:
-            return solved
-        return staged(solved, captured, operators, cluster, optimizer, *how, self.pipeline)
+        solved = account(self.setting, assignment, solution, pins.micro_batches)
+        return solved if self.pipeline is None else staged(solved, self.setting, pins.micro_batches, self.pipeline)
 
 
 def structure_hash(names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str:
@@ -173,8 +158,9 @@ def search(
     operators = read(captured)
     pipeline = make_pipeline(captured, operators, cluster, hints)
     zero = Zero(hints.zero, hints.reshard_after_forward is not False)
-    task = _Task(captured, operators, cluster, workload, hints.recompute or "none", pipeline, zero)
-    check_recompute(task.recompute, len(forward_blocks(task.operators)))
+    setting = Setting(captured, operators, cluster, workload.optimizer, hints.recompute or "none", zero)
+    check_recompute(setting.recompute, len(forward_blocks(operators)))
+    task = _Task(setting, workload, pipeline)
     pins = hint_pins(captured, hints)
     budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
     batch = workload.global_batch or 1
@@ -260,14 +246,15 @@ def _smallest(
     if plan is None:
         raise HintError(
             "the hints cannot be kept together",
-            expected=f"a mesh dp x tp = {task.cluster.size} on which every hinted dim divides",
+            expected=f"a mesh dp x tp = {task.setting.cluster.size} on which every hinted dim divides",
             found=f"none for {hints.to_dict()}",
             change="drop a hint of shard, or give degrees that divide its dims",
         )
     if least <= budget:
         return plan
-    unpinned = [(mesh, pins) for mesh in meshes(task.cluster.size, Hints()) for pins in (Pins(zero=3), Pins())]
-    free, other = _least(model, replace(task, zero=Zero()), Hints(pp=hints.pp), unpinned, bound, measure)
+    unpinned = [(mesh, pins) for mesh in meshes(task.setting.cluster.size, Hints()) for pins in (Pins(zero=3), Pins())]
+    plain = replace(task, setting=replace(task.setting, zero=Zero()))
+    free, other = _least(model, plain, Hints(pp=hints.pp), unpinned, bound, measure)
     assert other is not None  # nothing is pinned but ZeRO-3, where a dim divides
     raise _no_plan(task, hints, budget, (least, plan), (free, other))
 
@@ -299,7 +286,7 @@ def _no_plan(
     source = (
         "the hint memory_limit"
         if hints.memory_bytes and hints.memory_bytes <= budget
-        else f"one {task.cluster.device.name}"
+        else f"one {task.setting.cluster.device.name}"
     )
     if free <= budget:
         change = f"drop hints: {describe(other.mesh, free)} and zero={other.zero} fits"
@@ -327,8 +314,10 @@ def _plan(
 ) -> Plan:
     batch = task.workload.global_batch or 1
     count = micro_batches(best.mesh, hints, batch, task.pipeline)
+    setting = task.setting
     parameters = {
-        p.name: _parameter_plan(p, best.assignment.sources[p.placeholder], task.zero) for p in task.captured.parameters
+        p.name: _parameter_plan(p, best.assignment.sources[p.placeholder], setting.zero)
+        for p in setting.captured.parameters
     }
     return Plan(
         model=type(model).__name__,
@@ -338,8 +327,8 @@ def _plan(
         micro_batch_size=max(1, batch // best.mesh.degree("dp") // count),
         num_micro_batches=count,
         schedule=task.pipeline.schedule if task.pipeline else None,
-        stages=task.pipeline.stages if task.pipeline else (units(task.captured, task.operators),),
-        recompute=task.recompute,
+        stages=task.pipeline.stages if task.pipeline else (units(task.setting.captured, task.setting.operators),),
+        recompute=task.setting.recompute,
         step_time=best.step_time,
         breakdown=best.breakdown,
         memory=best.memory,
@@ -347,12 +336,12 @@ def _plan(
         gap=max(0.0, best.step_time / bound - 1.0) if bound > 0 else 0.0,
         gap_space=GAP_SPACE,
         parameters=parameters,
-        operators=operator_choices(task.operators, best.assignment),
-        layers=describe_layers(task.captured, task.operators, best.assignment),
+        operators=operator_choices(task.setting.operators, best.assignment),
+        layers=describe_layers(task.setting.captured, task.setting.operators, best.assignment),
         collectives=best.collectives,
-        replicated=describe_replicated(task.operators, best.assignment),
+        replicated=describe_replicated(task.setting.operators, best.assignment),
         alternatives=alternatives,
-        cluster=task.cluster.to_dict(),
+        cluster=task.setting.cluster.to_dict(),
         workload=task.workload.to_dict(),
         hints=hints.to_dict(),
         flops_share=best.flops_share,

@@ -20,8 +20,21 @@ from autopar.sharding.rule import work_share
 from autopar.sharding.zero import Keeping, Zero
 from autopar.solver.collectives import collectives
 from autopar.solver.costs import Prices, local_work, price, state_bytes
-from autopar.solver.program import Floats, Program, Solution, solve
+from autopar.solver.program import Floats, Program, Solution
 from autopar.solver.space import DATA_AXIS, Pins, Space, build_space
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What assignments are made and priced for: a captured graph on a cluster, the optimizer whose state is kept, what
+    is made again in the backward (`sharding.recompute`), and how long copies of sharded parameters live."""
+
+    captured: Captured
+    operators: Operators
+    cluster: Cluster
+    optimizer: str
+    recompute: str = "none"
+    zero: Zero = Zero()  # noqa: RUF009  frozen
 
 
 @dataclass(frozen=True)
@@ -64,57 +77,22 @@ def read(captured: Captured, dim: int = 0) -> Operators:
 
 @collecting_later()
 def make_program(
-    captured: Captured,
-    operators: Operators,
-    mesh: Mesh,
-    cluster: Cluster,
-    optimizer: str,
-    pins: Pins,
-    budget: float,
-    recompute: str = "none",
+    setting: Setting, mesh: Mesh, pins: Pins, budget: float = float("inf")
 ) -> tuple[Space, Program]:
-    """The space of one mesh and its integer program."""
-    space = build_space(captured, operators, mesh, pins)
-    return space, price(space, captured, operators, Prices(cluster, mesh), optimizer, budget, recompute)
-
-
-def solve_mesh(
-    captured: Captured,
-    operators: Operators,
-    mesh: Mesh,
-    cluster: Cluster,
-    optimizer: str,
-    pins: Pins,
-    budget: float = float("inf"),
-    recompute: str = "none",
-) -> Solved | None:
-    """The fastest assignment on ``mesh`` within ``budget`` bytes a device, or None if there is none."""
-    space, program = make_program(captured, operators, mesh, cluster, optimizer, pins, budget, recompute)
-    solution = solve(program)
-    if solution is None:
-        return None
-    return account(captured, operators, space.assignment(solution.options), cluster, optimizer, solution, recompute)
+    """The space of one mesh and its integer program, for at most ``budget`` bytes a device."""
+    captured, operators = setting.captured, setting.operators
+    space, prices = build_space(captured, operators, mesh, pins), Prices(setting.cluster, mesh)
+    return space, price(space, captured, operators, prices, setting.optimizer, budget, setting.recompute)
 
 
 @collecting_later()
-def account(
-    captured: Captured,
-    operators: Operators,
-    assignment: Assignment,
-    cluster: Cluster,
-    optimizer: str,
-    solution: Solution,
-    recompute: str = "none",
-    zero: Zero = Zero(),  # noqa: B008  frozen
-    micro_batches: int = 1,
-) -> Solved:
-    """Price an assignment by what the shard pass will emit for it, by what ``recompute`` makes again, and by how long
-    ``zero`` keeps copies and how often it reduces gradients over ``micro_batches``."""
-    mesh = assignment.mesh
-    prices = Prices(cluster, mesh)
-    held = kept(operators, assignment, made_again(operators, recompute))
+def account(setting: Setting, assignment: Assignment, solution: Solution, micro_batches: int = 1) -> Solved:
+    """Price an assignment by what the passes emit for a step of so many ``micro_batches``."""
+    captured, operators, mesh = setting.captured, setting.operators, assignment.mesh
+    prices = Prices(setting.cluster, mesh)
+    held = kept(operators, assignment, made_again(operators, setting.recompute))
     calls = [*operators, *(operators.by_node[node] for node in held.operators)]
-    keep = keepings(captured, assignment, zero)
+    keep = keepings(captured, assignment, setting.zero)
     issued = collectives(captured, operators, assignment, prices, held, keep, micro_batches)
     breakdown = {
         "compute": float(seconds_of(calls, operators, assignment, prices).sum()),
@@ -127,11 +105,11 @@ def account(
         mesh,
         assignment,
         breakdown,
-        memory_of(captured, operators, assignment, optimizer, held, keep, micro_batches),
+        memory_of(setting, assignment, held, keep, micro_batches),
         issued,
         min(solution.bound, sum(breakdown.values())),
         local / flops if flops else 1.0,
-        (zero.stage or 3) if any(_is_sharded(p, assignment) for p in captured.parameters) else 0,
+        (setting.zero.stage or 3) if any(_is_sharded(p, assignment) for p in captured.parameters) else 0,
     )
 
 
@@ -161,18 +139,13 @@ def seconds_of(calls: list[Operator], operators: Operators, assignment: Assignme
 
 
 def memory_of(
-    captured: Captured,
-    operators: Operators,
-    assignment: Assignment,
-    optimizer: str,
-    held: Kept,
-    keep: Mapping[str, Keeping],
-    micro_batches: int,
+    setting: Setting, assignment: Assignment, held: Kept, keep: Mapping[str, Keeping], micro_batches: int
 ) -> dict[str, int]:
     """Bytes a device by kind; ``copies`` are those of parameters that live longer than one use."""
+    optimizer = setting.optimizer
     totals: dict[str, float] = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
     copies = 0
-    for p in captured.parameters:
+    for p in setting.captured.parameters:
         local = assignment.sources[p.placeholder].local_bytes(assignment.mesh, p.spec) // p.spec.dtype.itemsize
         for kind, nbytes in state_bytes(local, p.storage_dtype, optimizer, p.gradient is not None).items():
             totals[kind] += nbytes
@@ -184,5 +157,5 @@ def memory_of(
     if copies:
         totals["copies"] = copies
     for value, layout in held.saved:
-        totals["activations"] += layout.local_bytes(assignment.mesh, operators.specs[value])
+        totals["activations"] += layout.local_bytes(assignment.mesh, setting.operators.specs[value])
     return {kind: int(nbytes) for kind, nbytes in totals.items()}

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.capture.graph import Captured
-from autopar.cluster import Cluster
 from autopar.cost_model.bubble import most_held, simulate
 from autopar.cost_model.communication import collective_seconds, wire_bytes
 from autopar.plan import Collective
@@ -20,11 +19,10 @@ from autopar.sharding.layout import Layout
 from autopar.sharding.operators import Operators, Value
 from autopar.sharding.recompute import kept, made_again
 from autopar.sharding.stages import homes, stage_of
-from autopar.sharding.zero import Zero
 from autopar.solver.collectives import collectives
 from autopar.solver.costs import Prices
 from autopar.solver.pipeline import Pipeline
-from autopar.solver.spmd import Solved, keepings, memory_of, seconds_of
+from autopar.solver.spmd import Setting, Solved, keepings, memory_of, seconds_of
 
 
 @dataclass(frozen=True)
@@ -56,22 +54,14 @@ class _Stage:
 
 
 def staged(
-    solved: Solved,
-    captured: Captured,
-    operators: Operators,
-    cluster: Cluster,
-    optimizer: str,
-    recompute: str,
-    zero: Zero,
-    micro_batches: int,
-    pipeline: Pipeline,
+    solved: Solved, setting: Setting, micro_batches: int, pipeline: Pipeline
 ) -> Solved:
     """``solved``, an account of the whole model on the mesh of one stage, as that of a pipeline.
 
     Seconds are those of the busiest rank, bytes those of the fullest; collectives, which are spread evenly over the
     work of their stage, are the busiest rank's. The bubble is what the schedule leaves that rank to wait.
     """
-    found = _Account(solved, captured, operators, cluster, optimizer, recompute, zero, micro_batches, pipeline)
+    found = _Account(solved, setting, micro_batches, pipeline)
     busiest = max(range(pipeline.pp), key=lambda r: found.time.busy[r])
     own = found.of_rank(busiest)
     compute, exposed = sum(s.total for s in own), sum(s.each + s.last for s in own)
@@ -92,23 +82,13 @@ def staged(
 class _Account:
     """The stages of one assignment, and the schedule that runs them."""
 
-    def __init__(
-        self,
-        solved: Solved,
-        captured: Captured,
-        operators: Operators,
-        cluster: Cluster,
-        optimizer: str,
-        recompute: str,
-        zero: Zero,
-        micro_batches: int,
-        pipeline: Pipeline,
-    ) -> None:
-        self.assignment, self.captured, self.operators = solved.assignment, captured, operators
-        self.optimizer, self.micro_batches, self.pipeline = optimizer, micro_batches, pipeline
+    def __init__(self, solved: Solved, setting: Setting, micro_batches: int, pipeline: Pipeline) -> None:
+        captured, operators, cluster = setting.captured, setting.operators, setting.cluster
+        self.assignment, self.setting, self.operators = solved.assignment, setting, operators
+        self.micro_batches, self.pipeline = micro_batches, pipeline
         self.prices, self.count = Prices(cluster, solved.mesh), len(pipeline.stages)
-        self.held = kept(operators, solved.assignment, made_again(operators, recompute))
-        self.keep = keepings(captured, solved.assignment, zero)
+        self.held = kept(operators, solved.assignment, made_again(operators, setting.recompute))
+        self.keep = keepings(captured, solved.assignment, setting.zero)
         self.at = _located(captured, operators, pipeline)
         self.of_weights = _of_one_gradient(captured, operators)
         self.layouts = result_layouts(operators, solved.assignment)
@@ -146,7 +126,7 @@ class _Account:
             for kind, one in zip([*kinds, *("I" for _ in again)], took, strict=True):
                 seconds[kind] += float(one)
         issued = collectives(
-            self.captured,
+            self.setting.captured,
             self.operators,
             self.assignment,
             self.prices,
@@ -173,11 +153,11 @@ class _Account:
         """Bytes a device of one rank of the pipeline, by kind."""
         own = [
             p
-            for p in self.captured.parameters
+            for p in self.setting.captured.parameters
             if rank in {self.ranks[s] for s in homes((p.name, *p.aliases), self.pipeline.stages)}
         ]
-        part, nothing = replace(self.captured, parameters=tuple(own)), replace(self.held, saved={})
-        found = memory_of(part, self.operators, self.assignment, self.optimizer, nothing, self.keep, self.micro_batches)
+        part = replace(self.setting, captured=replace(self.setting.captured, parameters=tuple(own)))
+        found = memory_of(part, self.assignment, replace(self.held, saved={}), self.keep, self.micro_batches)
         activations = most_held(self.rows[rank], lambda s: self.stages[s].activations / self.micro_batches)
         return {**found, "activations": int(activations)}
 
