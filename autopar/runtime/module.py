@@ -33,8 +33,8 @@ from autopar.runtime.copies import StepCopies
 from autopar.runtime.failure import guarded
 from autopar.runtime.optimizers import refuse_pieces
 from autopar.runtime.outputs import stale
-from autopar.runtime.parameters import Fill, as_dtensor, layouts_of, own_pieces, parallel_tree
-from autopar.runtime.pipeline import make_pipeline, no_forward, parameter_names, shown
+from autopar.runtime.parameters import Fill, as_dtensor, layouts_of, own_pieces, parallel_tree, parameter_names
+from autopar.runtime.pipeline import make_pipeline, no_forward, shown
 from autopar.runtime.precision import agree_on_overflow, inputs_as_used
 from autopar.runtime.process import agree, host_group, make_device_mesh
 from autopar.runtime.program import Emitted, Makers, Specialization, StepProgram

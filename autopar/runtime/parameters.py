@@ -22,6 +22,14 @@ def is_meta(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
 
 
+def parameter_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All names of every parameter, by the first."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return {found[0]: tuple(found) for found in names.values()}
+
+
 @dataclass(frozen=True)
 class Pieces:
     """What one rank holds of a model that is on the meta device: its pieces of parameters, and whole buffers, by name

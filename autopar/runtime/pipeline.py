@@ -19,6 +19,7 @@ from autopar.passes.phases import cut as cut_phases
 from autopar.passes.pipeline import Stage
 from autopar.passes.pipeline import cut as cut_stages
 from autopar.plan import Plan
+from autopar.runtime.parameters import parameter_names
 from autopar.runtime.process import make_device_mesh, stage_mesh
 from autopar.runtime.program import Emitted, Specialization, StepProgram
 from autopar.runtime.release import run_and_release
@@ -29,14 +30,6 @@ from autopar.runtime.transport import Channel, scheduled
 from autopar.schedule import stage_ranks, torch_order
 from autopar.sharding.layout import Mesh, TensorSpec
 from autopar.sharding.stages import homes
-
-
-def parameter_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """All names of every parameter, by the first."""
-    names: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    return {found[0]: tuple(found) for found in names.values()}
 
 
 def shown(tree: nn.Module, held: Iterable[str]) -> nn.Module:

@@ -25,8 +25,7 @@ from autopar.capture.hf_weights import Group, groups_to_save, names_to_save, sav
 from autopar.errors import AutoparError, RuntimeFailure, WeightsError
 from autopar.plan import Plan
 from autopar.runtime.heap import trim
-from autopar.runtime.parameters import layouts_of
-from autopar.runtime.pipeline import parameter_names
+from autopar.runtime.parameters import layouts_of, parameter_names
 from autopar.runtime.process import agree, host_group
 from autopar.runtime.weights import INDEX, WEIGHTS
 from autopar.schedule import stage_ranks

@@ -21,7 +21,7 @@ from autopar.capture.hf_weights import Group, computed_buffers, groups_to_load, 
 from autopar.errors import AutoparError, RuntimeFailure, WeightsError
 from autopar.runtime.conversion import Conversion, Region, whole
 from autopar.runtime.initialize import initialize
-from autopar.runtime.parameters import Fill, Pieces
+from autopar.runtime.parameters import Fill, Pieces, parameter_names
 from autopar.runtime.process import host_group
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 
@@ -169,7 +169,7 @@ def load(
     if computed:
         wanted = {name: layout for name, layout in layouts.items() if name in computed}
         parameters = initialize(model, wanted, mesh, rank, seed=0).parameters
-    for name, names in _aliases(model).items():
+    for name, names in parameter_names(model).items():
         p = model.get_parameter(name)
         if name in layouts and name not in parameters:
             box = _box(layouts[name], mesh, p.shape, rank)
@@ -241,15 +241,6 @@ def _sources(model: nn.Module, directory: Directory) -> dict[str, _Source]:
     return found
 
 
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """All names of every parameter, by its first; tied parameters have several."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    found: dict[str, list[str]] = {name: [] for name in first.values()}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        found[first[id(p)]].append(name)
-    return found
-
-
 def _check_kind(model: nn.Module, directory: Directory) -> None:
     """Only transformers knows how the names in a directory and in a model belong together."""
     if not is_transformers_model(model):
@@ -272,7 +263,7 @@ def _check_kind(model: nn.Module, directory: Directory) -> None:
 def _check_names(model: nn.Module, directory: Directory, sources: Mapping[str, _Source]) -> list[str]:
     """WeightsError unless the directory has what the model has, in its shapes. Returns the parameters that it need not
     have, since the model's class says that they are computed."""
-    state, aliases = model.state_dict(), _aliases(model)
+    state, aliases = model.state_dict(), parameter_names(model)
     covered = {name for names in aliases.values() if any(n in sources for n in names) for name in names}
     missing = [name for name in state if name not in sources and name not in covered]
     lost, unexpected = ignored(model, missing, [name for name in sources if name not in state])
