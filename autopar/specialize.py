@@ -33,8 +33,9 @@ from autopar.sharding.zero import Keeping
 from autopar.solver.carry import keepings, plan_pins
 from autopar.solver.pipeline import Stages, balanced, costs
 from autopar.solver.program import solve
+from autopar.solver.setting import Setting
 from autopar.solver.space import DATA_AXIS, output_values
-from autopar.solver.spmd import Setting, make_program, read
+from autopar.solver.spmd import make_program, read
 from autopar.workload import Precision, Workload
 
 

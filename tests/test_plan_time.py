@@ -20,8 +20,9 @@ from autopar.solver.alike import alike
 from autopar.solver.costs import Prices, local_work, price
 from autopar.solver.program import solve
 from autopar.solver.search import search
+from autopar.solver.setting import Setting
 from autopar.solver.space import build_space
-from autopar.solver.spmd import Setting, account, read
+from autopar.solver.spmd import account, read
 from autopar.workload import Workload
 
 TOKENS = models.tokens(seq_len=16)

@@ -26,8 +26,9 @@ from autopar.sharding.zero import Zero
 from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.pipeline import Pipeline, make_pipeline, units
 from autopar.solver.program import Solution, solve
+from autopar.solver.setting import Setting
 from autopar.solver.space import DATA_AXIS, Pins
-from autopar.solver.spmd import Setting, Solved, account, make_program, read
+from autopar.solver.spmd import Solved, account, make_program, read
 from autopar.solver.staged import staged
 from autopar.workload import Workload
 

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from autopar.capture.blocks import first_of
-from autopar.capture.graph import Captured, Parameter
-from autopar.cluster import Cluster
+from autopar.capture.graph import Captured
 from autopar.garbage import collecting_later
 from autopar.plan import Collective
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operator, Operators, read_operators
-from autopar.sharding.recompute import Kept, kept, made_again
+from autopar.sharding.recompute import kept, made_again
 from autopar.sharding.rule import work_share
-from autopar.sharding.zero import Keeping, Zero
 from autopar.solver.collectives import collectives
-from autopar.solver.costs import Prices, local_work, price, state_bytes
+from autopar.solver.costs import Prices, local_work, price
+from autopar.solver.memory import memory_of
 from autopar.solver.program import Floats, Program, Solution
-from autopar.solver.space import DATA_AXIS, Pins, Space, build_space
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What assignments are made and priced for: a captured graph on a cluster, the optimizer whose state is kept, what
-    is made again in the backward (`sharding.recompute`), and how long copies of sharded parameters live."""
-
-    captured: Captured
-    operators: Operators
-    cluster: Cluster
-    optimizer: str
-    recompute: str = "none"
-    zero: Zero = Zero()  # noqa: RUF009  frozen
+from autopar.solver.setting import Setting, is_sharded, keepings
+from autopar.solver.space import Pins, Space, build_space
 
 
 @dataclass(frozen=True)
@@ -109,18 +95,8 @@ def account(setting: Setting, assignment: Assignment, solution: Solution, micro_
         issued,
         min(solution.bound, sum(breakdown.values())),
         local / flops if flops else 1.0,
-        (setting.zero.stage or 3) if any(_is_sharded(p, assignment) for p in captured.parameters) else 0,
+        (setting.zero.stage or 3) if any(is_sharded(p, assignment) for p in captured.parameters) else 0,
     )
-
-
-def keepings(captured: Captured, assignment: Assignment, zero: Zero) -> dict[str, Keeping]:
-    """How long copies of every parameter live and how often its gradient is reduced, by name."""
-    return {p.name: zero.keeping(_is_sharded(p, assignment), p.master is not None) for p in captured.parameters}
-
-
-def _is_sharded(p: Parameter, assignment: Assignment) -> bool:
-    """Whether a parameter rests sharded over the data axis."""
-    return DATA_AXIS in assignment.sources[p.placeholder].split_axes
 
 
 def seconds_of(calls: list[Operator], operators: Operators, assignment: Assignment, prices: Prices) -> Floats:
@@ -136,26 +112,3 @@ def seconds_of(calls: list[Operator], operators: Operators, assignment: Assignme
             work.append(local_work(op, operators, assignment.mesh, strategy))
         found.append(places[key])
     return prices.work_seconds(work)[found]
-
-
-def memory_of(
-    setting: Setting, assignment: Assignment, held: Kept, keep: Mapping[str, Keeping], micro_batches: int
-) -> dict[str, int]:
-    """Bytes a device by kind; ``copies`` are those of parameters that live longer than one use."""
-    optimizer = setting.optimizer
-    totals: dict[str, float] = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
-    copies = 0
-    for p in setting.captured.parameters:
-        local = assignment.sources[p.placeholder].local_bytes(assignment.mesh, p.spec) // p.spec.dtype.itemsize
-        for kind, nbytes in state_bytes(local, p.storage_dtype, optimizer, p.gradient is not None).items():
-            totals[kind] += nbytes
-        ranks = assignment.mesh.degree(DATA_AXIS) if _is_sharded(p, assignment) else 1
-        if keep[p.name].copy != "use":
-            copies += local * ranks * p.spec.dtype.itemsize
-        if keep[p.name].gradient == "step" and micro_batches > 1 and p.gradient is not None and optimizer != "none":
-            totals["gradients"] += local * (ranks - 1) * p.gradient.meta["val"].dtype.itemsize
-    if copies:
-        totals["copies"] = copies
-    for value, layout in held.saved:
-        totals["activations"] += layout.local_bytes(assignment.mesh, setting.operators.specs[value])
-    return {kind: int(nbytes) for kind, nbytes in totals.items()}

@@ -21,8 +21,10 @@ from autopar.sharding.recompute import kept, made_again
 from autopar.sharding.stages import homes, stage_of
 from autopar.solver.collectives import collectives
 from autopar.solver.costs import Prices
+from autopar.solver.memory import memory_of
 from autopar.solver.pipeline import Pipeline
-from autopar.solver.spmd import Setting, Solved, keepings, memory_of, seconds_of
+from autopar.solver.setting import Setting, keepings
+from autopar.solver.spmd import Solved, seconds_of
 
 
 @dataclass(frozen=True)

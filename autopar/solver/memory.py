@@ -1,0 +1,35 @@
+"""Bytes a device that an assignment keeps between the operators that make and read them, by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.recompute import Kept
+from autopar.sharding.zero import Keeping
+from autopar.solver.costs import state_bytes
+from autopar.solver.setting import Setting, is_sharded
+from autopar.solver.space import DATA_AXIS
+
+
+def memory_of(
+    setting: Setting, assignment: Assignment, held: Kept, keep: Mapping[str, Keeping], micro_batches: int
+) -> dict[str, int]:
+    """Bytes a device by kind; ``copies`` are those of parameters that live longer than one use."""
+    optimizer = setting.optimizer
+    totals: dict[str, float] = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
+    copies = 0
+    for p in setting.captured.parameters:
+        local = assignment.sources[p.placeholder].local_bytes(assignment.mesh, p.spec) // p.spec.dtype.itemsize
+        for kind, nbytes in state_bytes(local, p.storage_dtype, optimizer, p.gradient is not None).items():
+            totals[kind] += nbytes
+        ranks = assignment.mesh.degree(DATA_AXIS) if is_sharded(p, assignment) else 1
+        if keep[p.name].copy != "use":
+            copies += local * ranks * p.spec.dtype.itemsize
+        if keep[p.name].gradient == "step" and micro_batches > 1 and p.gradient is not None and optimizer != "none":
+            totals["gradients"] += local * (ranks - 1) * p.gradient.meta["val"].dtype.itemsize
+    if copies:
+        totals["copies"] = copies
+    for value, layout in held.saved:
+        totals["activations"] += layout.local_bytes(assignment.mesh, setting.operators.specs[value])
+    return {kind: int(nbytes) for kind, nbytes in totals.items()}
