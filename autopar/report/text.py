@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
-from rich.padding import Padding
+from rich.console import RenderableType
 from rich.table import Table
 
 from autopar.cluster import Cluster
 from autopar.hints import parse_bytes
+from autopar.report.tables import rendered, table
 from autopar.report.units import bytes_text, seconds_text, share_text
 from autopar.schedule import stage_ranks
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
-
-WIDTH = 100
 
 _ZERO = {
     0: "ZeRO 0: parameters, gradients and optimizer state rest whole on every dp rank",
@@ -30,8 +27,8 @@ _ZERO = {
 
 
 def text_report(plan: Plan) -> str:
-    """What was chosen, what it costs and what came second, `WIDTH` columns wide, in plain text without colours."""
-    sections = [
+    """What was chosen, what it costs and what came second, in plain text of fixed width without colours."""
+    sections: list[tuple[str, RenderableType]] = [
         ("", _summary(plan)),
         *([("Pipeline stages", _stages(plan))] if plan.schedule is not None else []),
         ("What is split", _layers(plan)),
@@ -40,37 +37,7 @@ def text_report(plan: Plan) -> str:
         ("Operators whose work is repeated", _replicated(plan)),
         ("Runner-up plans", _alternatives(plan)),
     ]
-    shown = [
-        Group(title, Padding(table, (0, 0, 1, 2))) if title else Padding(table, (0, 0, 1, 0))
-        for title, table in sections
-    ]
-    output = io.StringIO()
-    console = Console(
-        file=output,
-        width=WIDTH,
-        color_system=None,
-        force_terminal=False,
-        force_jupyter=False,
-        markup=False,
-        emoji=False,
-        highlight=False,
-    )
-    console.print(Group(*shown))
-    return "\n".join(line.rstrip() for line in output.getvalue().splitlines()).rstrip()
-
-
-def _table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), right: Sequence[int] = ()) -> Table:
-    """Columns without lines; those numbered in ``right`` hold numbers. Text that is too long goes on below."""
-    listed = list(rows)
-    table = Table(box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0))
-    for i in range(len(listed[0]) if listed else len(header)):
-        numeric = i in right
-        table.add_column(
-            header[i] if header else "", justify="right" if numeric else "left", overflow="fold", no_wrap=numeric
-        )
-    for row in listed:
-        table.add_row(*row)
-    return table
+    return rendered(sections)
 
 
 def _summary(plan: Plan) -> Table:
@@ -92,7 +59,7 @@ def _summary(plan: Plan) -> Table:
         yield "Work", f"one rank does at most {share_text(plan.flops_share)} of the model's FLOPs"
         yield "Gap", f"at most {share_text(plan.gap)} slower than the best of: {plan.gap_space}"
 
-    return _table(rows())
+    return table(rows())
 
 
 def _stages(plan: Plan) -> Table:
@@ -103,7 +70,7 @@ def _stages(plan: Plan) -> Table:
         (f"stage {s}", f"pp rank {rank}", names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}")
         for s, (rank, names) in enumerate(zip(ranks, plan.stages, strict=True))
     ]
-    return _table(rows)
+    return table(rows)
 
 
 def _parts(breakdown: Mapping[str, float]) -> str:
@@ -127,7 +94,7 @@ def _layers(plan: Plan) -> Table:
     for layer in plan.layers:
         own = [split for split in layer.splits if split not in everywhere]
         rows.append((layer.name, f"x{layer.count}" if layer.count > 1 else "", words(own, nothing)))
-    return _table(rows, right=(1,))
+    return table(rows, right=(1,))
 
 
 def _memory(plan: Plan) -> Table:
@@ -138,7 +105,7 @@ def _memory(plan: Plan) -> Table:
     kinds = dict.fromkeys((*plan.memory, *plan.peak))
     rows = [(kind, *(bytes_text(part.get(kind, 0)) for part in (plan.memory, plan.peak)), "") for kind in kinds]
     rows.append(("total", "", bytes_text(peak), f"{share_text(peak / limit)} of the {bytes_text(limit)} {origin}"))
-    return _table(rows, ("", "at most", "at the peak", ""), right=(1, 2))
+    return table(rows, ("", "at most", "at the peak", ""), right=(1, 2))
 
 
 def _collectives(plan: Plan) -> Table | str:
@@ -156,7 +123,7 @@ def _collectives(plan: Plan) -> Table | str:
         )
         for c in plan.collectives
     ]
-    return _table(rows, ("kind", "axis", "of", "count", "tensors", "sent", "time"), right=(3, 4, 5, 6))
+    return table(rows, ("kind", "axis", "of", "count", "tensors", "sent", "time"), right=(3, 4, 5, 6))
 
 
 def _replicated(plan: Plan) -> Table | str:
@@ -166,7 +133,7 @@ def _replicated(plan: Plan) -> Table | str:
         (r.operator, ", ".join(r.axes), str(r.count), share_text(r.flops_share), share_text(r.bytes_share), r.reason)
         for r in plan.replicated
     ]
-    return _table(rows, ("operator", "over", "count", "of FLOPs", "of bytes", "because"), right=(2, 3, 4))
+    return table(rows, ("operator", "over", "count", "of FLOPs", "of bytes", "because"), right=(2, 3, 4))
 
 
 def _alternatives(plan: Plan) -> Table | str:
@@ -182,4 +149,4 @@ def _alternatives(plan: Plan) -> Table | str:
         )
         for a in plan.alternatives
     ]
-    return _table(rows, ("degrees", "storage", "step time", "memory", "why it lost"), right=(2, 3))
+    return table(rows, ("degrees", "storage", "step time", "memory", "why it lost"), right=(2, 3))
