@@ -8,8 +8,7 @@ bubble is computed from (cost_model/bubble.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar._compat import pipeline_action, pipeline_order
 from autopar.errors import HintError
@@ -30,9 +29,9 @@ V_SHAPED = frozenset({"zbv", "dualpipev"})
 SPLIT_BACKWARD = frozenset({"interleaved-zb", "zbv", "dualpipev"})
 
 
-@dataclass(frozen=True)
-class Action:
-    """One piece of work: ``kind`` is F (forward), B (whole backward), I (backward of inputs) or W (of weights)."""
+class Action(NamedTuple):
+    """One piece of work: ``kind`` is F (forward), B (whole backward), I (backward of inputs) or W (of weights). A key
+    of large tables, hence a tuple."""
 
     stage: int
     kind: str

@@ -4,53 +4,147 @@ A rank runs its steps in order, each as soon as what it needs has been computed 
 this gives for equal stages, with F, B, I and W the seconds of a rank's share of one micro-batch, B = I + W:
 (p - 1)(F + B) for GPipe and 1F1B, (p - 1)(F + B) / v for interleaved 1F1B with v stages a rank, and
 (p - 1)(F + B - 2 W) / v for interleaved zero bubble (Qi et al., 2023; Narayanan et al., 2021).
+
+What one stage sends another travels while ranks compute, as torch's runtime has it (sends and receives are started
+ahead and waited for by the action that needs them). What goes one way between two ranks goes one after the other: a
+link that takes longer than the stages do holds up the pipeline. A forward and a backward that a schedule puts side by
+side (DualPipeV) take the sum of their seconds, because the runtime runs one after the other.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from autopar.schedule import Action, Step, global_order, needed
+from autopar.schedule import Action, Step, global_order, needed, order
 
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """``makespan``: seconds from the first action to the last; ``busy``: seconds of work of every rank; ``in_flight``:
-    the most micro-batches, counted by stage, of which a rank holds activations at once."""
+    """``makespan``: seconds from 0 to the end of the last action; ``busy``: seconds of work of every rank;
+    ``in_flight``: the most micro-batches, counted by stage, of which a rank holds activations at once; ``starts`` and
+    ``ends`` of every step of every rank."""
 
     makespan: float
     busy: tuple[float, ...]
     in_flight: tuple[int, ...]
+    starts: tuple[tuple[float, ...], ...] = ()
+    ends: tuple[tuple[float, ...], ...] = ()
 
     @property
     def bubble(self) -> float:
         """Seconds that the busiest rank waits."""
         return self.makespan - max(self.busy)
 
+    @property
+    def span(self) -> float:
+        """The longest that a rank takes from its own first action to its own last: what a step takes where no rank
+        waits for another at the end of one (the post-validation of Qi et al., 2023; this runtime waits)."""
+        return max(ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Script:
+    """The steps of every rank, read once for any number of simulations: of a thousand candidates of a search many have
+    the same schedule."""
+
+    rows: tuple[tuple[Step, ...], ...]
+    stages: int
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of every stage."""
+        found = {action.stage: rank for rank, row in enumerate(self.rows) for step in row for action in step}
+        return tuple(found[s] for s in range(self.stages))
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """`PipelineTime.in_flight`."""
+        return tuple(int(most_held(row, lambda stage: 1)) for row in self.rows)
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, str], ...]:
+        """The (stage, kind) of actions that there are."""
+        return tuple(sorted({(a.stage, a.kind) for row in self.rows for step in row for a in step}))
+
+    @cached_property
+    def plan(self) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
+        """Steps in an order in which they can be simulated: the rank of each, places of its actions in ``kinds``, the
+        messages that it waits for, and those that it sends."""
+        place = {kind: i for i, kind in enumerate(self.kinds)}
+        sent = {message: i for i, message in enumerate(self._messages)}
+        found = []
+        for step in global_order(self.rows, self.stages):
+            # on one rank an action comes after what it needs by the order of the rank
+            waits = tuple(sent[a] for action in step for a in self._needed(action) if a in sent)
+            kinds = tuple(place[a.stage, a.kind] for a in step)
+            sends = tuple(sent[a] for a in step if a in sent)
+            found.append((self.ranks[step[0].stage], kinds, waits, sends))
+        return tuple(found)
+
+    @cached_property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """For every message the stage that sends it and the stage that it goes to."""
+        return tuple((a.stage, a.stage + (1 if a.kind == "F" else -1)) for a in self._messages)
+
+    @cached_property
+    def _messages(self) -> list[Action]:
+        """The actions that send something to another rank."""
+        found = []
+        for row in self.rows:
+            for action in (action for step in row for action in step if action.kind != "W"):
+                other = action.stage + (1 if action.kind == "F" else -1)
+                if 0 <= other < self.stages and self.ranks[other] != self.ranks[action.stage]:
+                    found.append(action)
+        return found
+
+    def _needed(self, action: Action) -> list[Action]:
+        return [a for either in needed(action, self.stages) for a in either]
+
+
+@functools.lru_cache(maxsize=512)
+def script(schedule: str, pp: int, stages: int, micro_batches: int) -> Script:
+    """The script of a schedule (`autopar.schedule.order`)."""
+    return Script(tuple(map(tuple, order(schedule, pp, stages, micro_batches))), stages)
+
 
 def simulate(
-    rows: Sequence[Sequence[Step]], stages: int, seconds: Callable[[int, str], float], transfer: float = 0.0
+    rows: Sequence[Sequence[Step]] | Script,
+    stages: int,
+    seconds: Callable[[int, str], float],
+    transfer: float | Callable[[int, int], float] = 0.0,
+    begin: Sequence[float] = (),
 ) -> PipelineTime:
     """Run the ``rows`` of steps, one a rank. ``seconds(stage, kind)`` is what an action takes, ``transfer`` what the
-    tensors between two stages on different ranks take; they travel while ranks compute."""
-    rank_of = {action.stage: rank for rank, row in enumerate(rows) for step in row for action in step}
-    ended: dict[Action, float] = {}
-    free, busy = [0.0] * len(rows), [0.0] * len(rows)
-    for step in global_order(rows, stages):
-        rank = rank_of[step[0].stage]
-        arrived = [
-            ended[other] + (transfer if rank_of[other.stage] != rank else 0.0)
-            for action in step
-            for either in needed(action, stages)
-            for other in either
-            if other in ended
-        ]
-        took = sum(seconds(action.stage, action.kind) for action in step)
-        free[rank] = max([free[rank], *arrived]) + took
-        busy[rank] += took
-        ended.update(dict.fromkeys(step, free[rank]))
-    return PipelineTime(max(free), tuple(busy), tuple(int(most_held(row, lambda stage: 1)) for row in rows))
+    tensors between two stages on different ranks take, for all or by (sender, receiver); ranks start at ``begin``."""
+    found = rows if isinstance(rows, Script) else Script(tuple(map(tuple, rows)), stages)
+    took = [seconds(stage, kind) for stage, kind in found.kinds]
+    by_link = {link: transfer(*link) if callable(transfer) else transfer for link in dict.fromkeys(found.links)}
+    travels = [by_link[link] for link in found.links]
+    ways = [(found.ranks[a], found.ranks[b]) for a, b in found.links]
+    arrived, link_free = [0.0] * len(travels), dict.fromkeys(ways, 0.0)
+    free, busy = [*begin] or [0.0] * len(found.rows), [0.0] * len(found.rows)
+    starts: list[list[float]] = [[] for _ in found.rows]
+    ends: list[list[float]] = [[] for _ in found.rows]
+    for rank, kinds, waits, sends in found.plan:
+        start = free[rank]
+        for message in waits:
+            if arrived[message] > start:
+                start = arrived[message]
+        work = took[kinds[0]] if len(kinds) == 1 else sum(took[k] for k in kinds)
+        end = start + work
+        for message in sends:
+            way = ways[message]
+            arrived[message] = link_free[way] = max(end, link_free[way]) + travels[message]
+        free[rank] = end
+        busy[rank] += work
+        starts[rank].append(start)
+        ends[rank].append(end)
+    return PipelineTime(
+        max(free), tuple(busy), found.in_flight, tuple(map(tuple, starts)), tuple(map(tuple, ends))
+    )
 
 
 def most_held(row: Sequence[Step], size: Callable[[int], float]) -> float:
