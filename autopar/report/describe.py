@@ -130,16 +130,25 @@ def _layer(module: str) -> str:
     return ".".join(module.split(".")[: block.count(".") + 2])
 
 
+def factor_words(captured: Captured, operators: Operators) -> dict[tuple[fx.Node, str], str]:
+    """The word for every factor of every operator of both directions; "dim of 64" where nothing is known of it."""
+    features = {op.node: _features(captured, operators, op) for op in _described(operators)}
+    classes = _classes(operators)
+    known = _meanings(operators, features, classes)
+    words = {}
+    for op in operators:
+        batch = operators.batch_factors[op.node]
+        for factor, size in op.rule.sizes.items():
+            meaning = "batch" if factor in batch else known.get(classes[op.node, factor])
+            words[op.node, factor] = meaning or f"dim of {size}"
+    return words
+
+
 def _words(captured: Captured, operators: Operators) -> dict[tuple[fx.Node, str], str]:
     """The word for every factor of the operators that are described."""
-    forward = [op for op in operators if not op.backward]
-    classes = _classes(forward)
     features = {op.node: _features(captured, operators, op) for op in _described(operators)}
-    known: dict[_Member, str] = {}
-    for member, word in sorted(_seeds(forward, operators), key=lambda seed: _PRECEDENCE.index(seed[1])):
-        known.setdefault(classes[member], word)
-    for root in _ffn(operators, features, classes):
-        known.setdefault(root, "ffn")
+    classes = _classes(op for op in operators if not op.backward)
+    known = _meanings(operators, features, classes)
     words = {}
     for op in _described(operators):
         for factor in op.rule.sizes:
@@ -147,6 +156,19 @@ def _words(captured: Captured, operators: Operators) -> dict[tuple[fx.Node, str]
             meaning = "batch" if batch else known.get(classes[op.node, factor])
             words[op.node, factor] = meaning or _plain(op, factor, features[op.node])
     return words
+
+
+def _meanings(
+    operators: Operators, features: Mapping[fx.Node, _Features], classes: UnionFind
+) -> dict[_Member, str]:
+    """What is known of classes of dims, by their roots."""
+    forward = [op for op in operators if not op.backward]
+    known: dict[_Member, str] = {}
+    for member, word in sorted(_seeds(forward, operators), key=lambda seed: _PRECEDENCE.index(seed[1])):
+        known.setdefault(classes[member], word)
+    for root in _ffn(operators, features, classes):
+        known.setdefault(root, "ffn")
+    return known
 
 
 def _plain(op: Operator, factor: str, features: _Features) -> str:
@@ -158,10 +180,10 @@ def _plain(op: Operator, factor: str, features: _Features) -> str:
     return "inner dim" if factor in op.rule.reduced else "rows"
 
 
-def _classes(forward: Iterable[Operator]) -> UnionFind:
+def _classes(calls: Iterable[Operator]) -> UnionFind:
     """Every dim joined with its outermost factor: the inner ones of a compound dim are other things."""
     classes = UnionFind()
-    for op in forward:
+    for op in calls:
         results = [Value(op.node, i) for i in range(len(op.rule.results))]
         for value, dims in zip((*op.operands, *results), (*op.rule.operands, *op.rule.results), strict=True):
             for d, factors in enumerate(dims):
