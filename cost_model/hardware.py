@@ -3,7 +3,8 @@
 A preset is a TOML file in ``data/`` whose key names carry the units (``memory_gib``, ``network_gbs``) and which names
 the source of every number. The constants of the links (how much of the nominal bandwidth a collective reaches, and
 its latencies) are shared by devices with the same kind of link and lie in ``data/links.toml``, which
-``benchmarks/fit_links.py`` writes. Everything in a ``Device`` is in SI units: FLOP/s, bytes, bytes/s, seconds.
+``benchmarks/fit_links.py`` writes; those of attention kernels lie in ``data/attention.toml``. Everything in a
+``Device`` is in SI units: FLOP/s, bytes, bytes/s, seconds.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from autopar.errors import ClusterError
 
 DATA = Path(__file__).parent / "data"
+_SHARED = ("links", "attention")  # files there that are no presets
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p")
 
 # The name under which a peak is listed. A matmul in torch.float32 runs at the fp32 peak, not at tf32: torch's default
@@ -47,8 +50,17 @@ _KEYS = {
     "memory_bandwidth_gbs": _NUMBER,
     "stream_gbs": _NUMBER,
     "matmul_efficiency": _NUMBER,
+    "sustained": _NUMBER,
     "matmul_ramp_us": _NUMBER,
+    "core_count": _WHOLE,
+    "matmul_tiles": _LIST,
+    "tile_loss": _NUMBER,
+    "tile_overhead_k": _NUMBER,
+    "kernel_overhead_us": _NUMBER,
     "launch_overhead_us": _NUMBER,
+    "attention_kernel": _TEXT,
+    "attention": _TABLE,
+    "overlap_rate": _NUMBER,
     "scale_up_link": _TEXT,
     "scale_up_gbs": _NUMBER,
     "scale_up_devices": _WHOLE,
@@ -58,9 +70,19 @@ _KEYS = {
     "network_gbs": _NUMBER,
     "links": _TABLE,
 }
-_OPTIONAL = {"notes", "sources", "cuda_names", "scale_up_spans_hosts", "scale_up_mesh", "links"}
+#: `Device.overlap_rate` where a file does not give it: while collectives run, computation is slowed down by 18.9 %
+#: on average over A100, H100, MI210 and MI250 (Lee et al., arXiv:2507.03114, 2025).
+OVERLAP_RATE = 1 / 1.189
+_OPTIONAL = {
+    "notes", "sources", "cuda_names", "overlap_rate", "scale_up_spans_hosts", "scale_up_mesh", "links", "attention",
+}
 _LINK_KEYS = {"efficiency": _NUMBER, "base_us": _NUMBER, "step_us": _NUMBER, "fill_us": _NUMBER, "source": _TEXT}
-_MAY_BE_ZERO = {"matmul_ramp_us", "launch_overhead_us", "base_us", "step_us", "fill_us"}
+_ATTENTION_KEYS = {"forward": _TABLE, "backward": _TABLE, "forward_half": _NUMBER, "backward_half": _NUMBER,
+                   "causal": _NUMBER, "causal_half": _NUMBER, "source": _TEXT}
+_MAY_BE_ZERO = {
+    "matmul_ramp_us", "tile_loss", "tile_overhead_k", "kernel_overhead_us", "launch_overhead_us", "base_us", "step_us",
+    "fill_us", "overlap_rate", "forward_half", "backward_half", "causal_half",
+}
 
 
 @dataclass(frozen=True)
@@ -89,9 +111,42 @@ class LinkConstants:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """The level of an attention kernel (``data/attention.toml``): fractions of the peak by head dim, ascending, and the
+    keys at which half of them is reached."""
+
+    head_dims: tuple[float, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    forward_half: float
+    backward_half: float
+    causal: float
+    causal_half: float
+    source: str
+
+    def efficiency(self, head_dim: float, keys: float, causal: bool, backward: bool) -> float:
+        """FLOP/s over peak, of the FLOPs that a causal mask leaves; between two head dims interpolated, beyond them as
+        at the last."""
+        level = float(np.interp(head_dim, self.head_dims, self.backward if backward else self.forward))
+        half = self.backward_half if backward else self.forward_half
+        if causal:
+            level, half = level * self.causal, half + self.causal_half
+        return level * keys / (keys + half)
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator (or CPU process) with its links. ``spec`` is the table it was read from, with the constants of
-    its links filled in: a device is compared and saved by it, and does not depend on data files that may change."""
+    its links and its attention kernel filled in: a device is compared and saved by it, and does not depend on data
+    files that may change.
+
+    ``matmul_efficiency`` is achieved over peak FLOP/s of the largest of its ``matmul_tiles`` (rows, columns) on a long
+    contraction, ``sustained`` what is left of it in a long run at the power limit, ``matmul_ramp`` seconds that a
+    product takes to fill and drain the ``core_count`` cores; ``tile_loss`` and ``tile_overhead_k`` are the constants a
+    and k of `autopar.cost_model.compute`. ``kernel_overhead`` are the device's seconds and ``launch_overhead`` the
+    host's for every kernel. ``overlap_rate`` is the fraction of its speed (0 to 1) that compute keeps while a
+    collective runs beside it.
+    """
 
     spec: Mapping[str, Any] = field(repr=False, hash=False)
     name: str
@@ -100,8 +155,16 @@ class Device:
     memory_bandwidth: float = field(compare=False)
     stream_efficiency: float = field(compare=False)
     matmul_efficiency: float = field(compare=False)
+    sustained: float = field(compare=False)
     matmul_ramp: float = field(compare=False)
+    core_count: int = field(compare=False)
+    matmul_tiles: tuple[tuple[int, int], ...] = field(compare=False)
+    tile_loss: float = field(compare=False)
+    tile_overhead_k: float = field(compare=False)
+    kernel_overhead: float = field(compare=False)
     launch_overhead: float = field(compare=False)
+    attention: Attention = field(compare=False, repr=False)
+    overlap_rate: float = field(compare=False)
     scale_up: Link = field(compare=False)
     scale_up_devices: int = field(compare=False)
     scale_up_spans_hosts: bool = field(compare=False)
@@ -130,7 +193,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def device_names() -> list[str]:
     """Names of the presets, sorted."""
-    return sorted(path.stem for path in DATA.glob("*.toml") if path.stem != "links")
+    return sorted(path.stem for path in DATA.glob("*.toml") if path.stem not in _SHARED)
 
 
 def preset_spec(name: str) -> dict[str, Any]:
@@ -156,15 +219,19 @@ def device_from_spec(spec: Mapping[str, Any], where: str = "device") -> Device:
         if key not in spec and key not in _OPTIONAL:
             raise ClusterError(f"{where}: {key} is missing.", expected=_KEYS[key], found="nothing",
                                change=f"add {key}, or start from a preset: preset = \"h100-sxm\"")
-    links = _link_tables(spec, where)
+    links, attention = _link_tables(spec, where), _attention_table(spec, where)
     peaks = _peaks(spec["peak_tflops"], where)
     bandwidth = spec["memory_bandwidth_gbs"] * 1e9
     return Device(
-        spec={**spec, "links": links}, name=spec["name"], peak_flops=peaks,
+        spec={**spec, "links": links, "attention": attention}, name=spec["name"], peak_flops=peaks,
         memory_bytes=round(spec["memory_gib"] * 2**30), memory_bandwidth=bandwidth,
         stream_efficiency=spec["stream_gbs"] * 1e9 / bandwidth,
-        matmul_efficiency=spec["matmul_efficiency"], matmul_ramp=spec["matmul_ramp_us"] * 1e-6,
-        launch_overhead=spec["launch_overhead_us"] * 1e-6,
+        matmul_efficiency=spec["matmul_efficiency"], sustained=spec["sustained"],
+        matmul_ramp=spec["matmul_ramp_us"] * 1e-6, core_count=spec["core_count"],
+        matmul_tiles=_tiles(spec["matmul_tiles"], where), tile_loss=spec["tile_loss"],
+        tile_overhead_k=spec["tile_overhead_k"], kernel_overhead=spec["kernel_overhead_us"] * 1e-6,
+        launch_overhead=spec["launch_overhead_us"] * 1e-6, attention=_attention(attention, where),
+        overlap_rate=min(1.0, spec.get("overlap_rate", OVERLAP_RATE)),
         scale_up=Link(spec["scale_up_link"], spec["scale_up_gbs"] * 1e9),
         scale_up_devices=spec["scale_up_devices"],
         scale_up_spans_hosts=spec.get("scale_up_spans_hosts", False), scale_up_mesh=spec.get("scale_up_mesh", False),
@@ -203,6 +270,44 @@ def _peaks(table: Mapping[str, Any], where: str) -> dict[str, float]:
     return {dtype: tflops * 1e12 for dtype, tflops in table.items()}
 
 
+def _tiles(pairs: list[Any], where: str) -> tuple[tuple[int, int], ...]:
+    able = bool(pairs) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(_has_type(n, _WHOLE) and n > 0 for n in pair)
+        for pair in pairs
+    )
+    if not able:
+        raise ClusterError(f"{where}: matmul_tiles are not pairs of sizes.", expected="a list of [rows, columns]",
+                           found=repr(pairs), change="write for instance matmul_tiles = [[128, 256], [128, 128]]")
+    return tuple((rows, columns) for rows, columns in pairs)
+
+
+def _attention_table(spec: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The table of the device's attention kernel: that of ``attention.toml``, with what its own ``attention``
+    overrides."""
+    name, own = spec["attention_kernel"], spec.get("attention", {})
+    known = attention_tables()
+    if name not in known and not own:
+        raise ClusterError(f"{where}: attention_kernel is one that is not known.", expected="an attention kernel",
+                           found=name, change=nearest(name, known))
+    return {**known.get(name, {}), **own}
+
+
+def _attention(table: Mapping[str, Any], where: str) -> Attention:
+    where = f"{where}.attention"
+    check_keys(table, _ATTENTION_KEYS, where)
+    missing = [key for key in _ATTENTION_KEYS if key not in table]
+    by_head_dim = [table.get(key, {}) for key in ("forward", "backward")]
+    for levels in by_head_dim:
+        check_keys(levels, {key: _NUMBER for key in levels if key.isdigit()}, where)
+    if missing or not by_head_dim[0] or by_head_dim[0].keys() != by_head_dim[1].keys():
+        raise ClusterError(f"{where} is incomplete.", expected=", ".join(_ATTENTION_KEYS) + ", both directions for the "
+                           "same head dims", found=", ".join(table), change="complete the table, or leave it out")
+    dims = sorted(by_head_dim[0], key=int)
+    forward, backward = (tuple(levels[d] for d in dims) for levels in by_head_dim)
+    numbers = {key: table[key] for key in ("forward_half", "backward_half", "causal", "causal_half", "source")}
+    return Attention(tuple(map(float, dims)), forward, backward, **numbers)
+
+
 def _link_tables(spec: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The tables of the two links the device uses: ``links.toml``, with what the device's own ``links`` override."""
     tables = dict(link_tables())
@@ -235,3 +340,9 @@ def _link_constants(table: Mapping[str, Any], where: str) -> dict[str, LinkConst
 def link_tables() -> dict[str, Any]:
     """``links.toml``: kind of link -> collective -> efficiency, base_us, step_us, fill_us, source."""
     return tomllib.loads((DATA / "links.toml").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def attention_tables() -> dict[str, Any]:
+    """``attention.toml``: attention kernel -> its table."""
+    return tomllib.loads((DATA / "attention.toml").read_text(encoding="utf-8"))
