@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,17 +15,22 @@ from torch import fx
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.cost_model.communication import collective_seconds
-from autopar.cost_model.compute import operator_seconds
+from autopar.cost_model.compute import Work, work_seconds
 from autopar.cost_model.memory import SYMBOLS as STATE_SYMBOLS
 from autopar.cost_model.memory import state_formulas
+from autopar.sharding.axes import TOKEN_AXES
 from autopar.sharding.buckets import BUCKET_BYTES, block_of
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value
 from autopar.sharding.recompute import made_again, needed
 from autopar.sharding.redistribute import LOCAL, Step, redistribution, whole_elements
-from autopar.sharding.rule import Strategy, layouts, work_share
+from autopar.sharding.rule import layouts
+from autopar.solver.fusion import Fusion, fusion_of
 from autopar.solver.program import Edge, Floats, Program
-from autopar.solver.space import DATA_AXIS, Flow, Space
+from autopar.solver.space import Flow, Space
+from autopar.solver.work import local_work
+
+__all__ = ["Prices", "Share", "bucket_shares", "local_work", "memory_by_option", "price", "state_bytes"]
 
 
 @functools.cache
@@ -41,7 +46,7 @@ def state_bytes(numel: int, dtype: torch.dtype, optimizer: str, trained: bool = 
 
 @dataclass(frozen=True)
 class Share:
-    """How many times its own bytes a parameter's collectives on the data axis move, together with the others of a
+    """How many times its own bytes a parameter's collectives on the axes of the tokens move, together with the others of a
     bucket: a gather or a reduce-scatter with its block, an all-reduce with the gradients that come before and after. On
     other axes too few go the same way to count on a bucket.
 
@@ -90,7 +95,7 @@ class Prices:
         if step.kind in LOCAL:
             return 0.0
         nbytes = whole_elements(step, self.mesh, spec.shape) * spec.dtype.itemsize
-        times = share.times(step.kind) if share is not None and step.axis == DATA_AXIS else 1.0
+        times = share.times(step.kind) if share is not None and step.axis in TOKEN_AXES else 1.0
         return self.collective_seconds(step.kind, step.axis, nbytes * times) / times
 
     @functools.cache  # noqa: B019  frozen, and as short-lived as the solve
@@ -119,30 +124,19 @@ class Prices:
             cost,
         )
 
-    def work_seconds(self, work: list[tuple[float, float, torch.dtype]]) -> Floats:
-        """Seconds of local operators given as (FLOPs, bytes moved, dtype)."""
-        found = np.zeros(len(work))
-        by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
-        for i, (_, _, dtype) in enumerate(work):
-            by_dtype[dtype].append(i)
-        for dtype, rows in by_dtype.items():
-            flops, moved = (np.array([work[i][k] for i in rows], dtype=np.float64) for k in (0, 1))
-            found[rows] = np.where(flops + moved > 0, operator_seconds(flops, moved, dtype, self.cluster.device), 0.0)
-        return found
+    def work_seconds(self, work: Sequence[Work]) -> Floats:
+        """Seconds of local operators."""
+        return work_seconds(work, self.cluster.device)
 
 
-def local_work(op: Operator, operators: Operators, mesh: Mesh, strategy: Strategy) -> tuple[float, float, torch.dtype]:
-    """FLOPs, bytes moved and dtype of one rank's part of an operator; a view moves nothing."""
-    dtype = op.call.results[0].dtype if op.call.results else torch.float32
-    if op.is_view:
-        return 0.0, 0.0, dtype
-    ins, outs = layouts(op.rule, strategy, mesh)
-    moved = sum(layout.local_bytes(mesh, spec) for layout, spec in zip(ins, op.call.operands, strict=True))
-    moved += sum(layout.local_bytes(mesh, spec) for layout, spec in zip(outs, op.call.results, strict=True))
-    return op.flops * work_share(op.rule, strategy, mesh), float(moved), dtype
-
-
-def _operator_seconds(space: Space, operators: Operators, prices: Prices, again: Iterable[fx.Node]) -> list[Floats]:
+def _operator_seconds(
+    space: Space,
+    operators: Operators,
+    prices: Prices,
+    again: Iterable[fx.Node],
+    micro_batches: int,
+    fusion: Fusion | None,
+) -> list[Floats]:
     """Seconds of the operators of every decision, by option, blocks that are tied counted as often as they occur, and
     those that are made ``again`` once more."""
     counts: dict[fx.Node, int] = defaultdict(int)
@@ -155,7 +149,7 @@ def _operator_seconds(space: Space, operators: Operators, prices: Prices, again:
         d, chosen = space.of_node[node]
         for k, strategy in enumerate(chosen):
             where.append((d, k, count))
-            work.append(local_work(op, operators, space.mesh, strategy))
+            work.append(local_work(op, operators, space.mesh, strategy, micro_batches, fusion))
     seconds = [np.zeros(decision.size) for decision in space.decisions]
     for (d, k, count), t in zip(where, prices.work_seconds(work), strict=True):
         seconds[d][k] += count * t
@@ -201,12 +195,17 @@ def price(
     optimizer: str,
     budget: float,
     recompute: str = "none",
+    micro_batches: int = 1,
+    compiled: bool = False,
 ) -> Program:
-    """The integer program of a space. Redistributions that are made again are left out: the backward may share them."""
+    """The integer program of a space, for a step of so many ``micro_batches``, whose graphs are ``compiled`` or run
+    operator by operator. Redistributions that are made again are left out: the backward may share them."""
     # A view that follows its operand reads it as it is; one that decides for itself may have it redistributed.
     follows = {op.node for op in operators if op.is_view and _follows(space, operators, op)}
-    kept = needed(operators, made_again(operators, recompute), follows)
-    seconds = _operator_seconds(space, operators, prices, kept.operators)
+    again = made_again(operators, recompute)
+    kept = needed(operators, again, follows)
+    fusion = fusion_of(operators, again) if compiled else None
+    seconds = _operator_seconds(space, operators, prices, kept.operators, micro_batches, fusion)
     seconds = [np.where(d.allowed, s, np.inf) for d, s in zip(space.decisions, seconds, strict=True)]
     memory = memory_by_option(space, captured, operators, optimizer, [value for value, _ in kept.saved])
     shares = bucket_shares(space, captured)

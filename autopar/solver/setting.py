@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from autopar.capture.graph import Captured, Parameter
 from autopar.cluster import Cluster
 from autopar.sharding.assignment import Assignment
+from autopar.sharding.axes import state_axes
 from autopar.sharding.operators import Operators
 from autopar.sharding.zero import Keeping, Zero
-from autopar.solver.space import DATA_AXIS
 
 
 @dataclass(frozen=True)
 class Setting:
     """What assignments are made and priced for: a captured graph on a cluster, the optimizer whose state is kept, what
-    is made again in the backward (`sharding.recompute`), and how long copies of sharded parameters live."""
+    is made again in the backward (`sharding.recompute`), how long copies of sharded parameters live, and whether
+    Inductor compiles the emitted graphs."""
 
     captured: Captured
     operators: Operators
@@ -23,11 +24,12 @@ class Setting:
     optimizer: str
     recompute: str = "none"
     zero: Zero = Zero()  # noqa: RUF009  frozen
+    compiled: bool = False
 
 
 def is_sharded(p: Parameter, assignment: Assignment) -> bool:
-    """Whether a parameter rests sharded over the data axis."""
-    return DATA_AXIS in assignment.sources[p.placeholder].split_axes
+    """Whether a parameter rests sharded by ZeRO."""
+    return bool(state_axes(assignment.sources[p.placeholder]))
 
 
 def keepings(captured: Captured, assignment: Assignment, zero: Zero) -> dict[str, Keeping]:

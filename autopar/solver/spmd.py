@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from autopar.capture.blocks import first_of
 from autopar.capture.graph import Captured
+from autopar.cost_model.step import Timing
 from autopar.garbage import collecting_later
 from autopar.plan import Collective
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Mesh
-from autopar.sharding.operators import Operator, Operators, read_operators
-from autopar.sharding.recompute import kept, made_again
+from autopar.sharding.operators import Operators, read_operators
 from autopar.sharding.rule import work_share
-from autopar.solver.collectives import collectives
-from autopar.solver.costs import Prices, local_work, price
-from autopar.solver.memory import memory_of
-from autopar.solver.program import Floats, Program, Solution
-from autopar.solver.setting import Setting, is_sharded, keepings
+from autopar.solver.costs import Prices, price
+from autopar.solver.pipeline import Pipeline
+from autopar.solver.program import Program, Solution
+from autopar.solver.setting import Setting, is_sharded
 from autopar.solver.space import Pins, Space, build_space
+from autopar.solver.staged import price_step
 
 
 @dataclass(frozen=True)
 class Solved:
     """An assignment with its account: seconds by part, bytes by kind, collectives of a step, the proved lower bound on
-    seconds over the space, the largest share of the FLOPs that a rank does, and ``zero``: 3 if some parameter rests
-    sharded over the data axis, else 0."""
+    seconds over the space, the largest share of the FLOPs that a rank does, ``zero``: 3 if some parameter rests sharded
+    over the data axis, else 0, and the ``timing`` that seconds are simulated from."""
 
     mesh: Mesh
     assignment: Assignment
@@ -37,6 +35,7 @@ class Solved:
     bound: float
     flops_share: float
     zero: int
+    timing: Timing
 
     @property
     def step_time(self) -> float:
@@ -68,47 +67,36 @@ def make_program(
     """The space of one mesh and its integer program, for at most ``budget`` bytes a device."""
     captured, operators = setting.captured, setting.operators
     space, prices = build_space(captured, operators, mesh, pins), Prices(setting.cluster, mesh)
-    return space, price(space, captured, operators, prices, setting.optimizer, budget, setting.recompute)
+    program = price(
+        space, captured, operators, prices, setting.optimizer, budget, setting.recompute, pins.micro_batches,
+        setting.compiled,
+    )  # fmt: skip
+    return space, program
 
 
 @collecting_later()
-def account(setting: Setting, assignment: Assignment, solution: Solution, micro_batches: int = 1) -> Solved:
-    """Price an assignment by what the passes emit for a step of so many ``micro_batches``."""
-    captured, operators, mesh = setting.captured, setting.operators, assignment.mesh
-    prices = Prices(setting.cluster, mesh)
-    held = kept(operators, assignment, made_again(operators, setting.recompute))
-    calls = [*operators, *(operators.by_node[node] for node in held.operators)]
-    keep = keepings(captured, assignment, setting.zero)
-    issued = collectives(captured, operators, assignment, prices, held, keep, micro_batches)
-    breakdown = {
-        "compute": float(seconds_of(calls, operators, assignment, prices).sum()),
-        "exposed communication": sum(c.seconds for c in issued),
-        "bubble": 0.0,
-    }
+def account(
+    setting: Setting,
+    assignment: Assignment,
+    solution: Solution,
+    micro_batches: int = 1,
+    pipeline: Pipeline | None = None,
+) -> Solved:
+    """Price an assignment by what the passes emit for a step of so many ``micro_batches``, in a ``pipeline`` of such
+    meshes if there is one."""
+    operators, mesh = setting.operators, assignment.mesh
+    priced = price_step(setting, assignment, micro_batches, pipeline)
     flops = sum(op.flops for op in operators)
     local = sum(op.flops * work_share(op.rule, assignment.strategies[op.node], mesh) for op in operators)
+    breakdown = priced.simulated.breakdown
     return Solved(
         mesh,
         assignment,
         breakdown,
-        memory_of(setting, assignment, held, keep, micro_batches),
-        issued,
-        min(solution.bound, sum(breakdown.values())),
-        local / flops if flops else 1.0,
-        (setting.zero.stage or 3) if any(is_sharded(p, assignment) for p in captured.parameters) else 0,
+        priced.memory,
+        priced.collectives,
+        min(solution.bound / (pipeline.pp if pipeline else 1), sum(breakdown.values())),
+        (local / flops if flops else 1.0) * priced.share,
+        (setting.zero.stage or 3) if any(is_sharded(p, assignment) for p in setting.captured.parameters) else 0,
+        priced.timing,
     )
-
-
-def seconds_of(calls: list[Operator], operators: Operators, assignment: Assignment, prices: Prices) -> Floats:
-    """Seconds of every call. Counterparts in equal blocks share their call and their strategy: each is priced once."""
-    work: list[tuple[float, float, torch.dtype]] = []
-    places: dict[tuple[int, int], int] = {}
-    found = []
-    for op in calls:
-        strategy = assignment.strategies[op.node]
-        key = (id(op.call), id(strategy))
-        if key not in places:
-            places[key] = len(work)
-            work.append(local_work(op, operators, assignment.mesh, strategy))
-        found.append(places[key])
-    return prices.work_seconds(work)[found]
