@@ -1,8 +1,9 @@
-"""Merges the collectives of parameters and of gradients into one a bucket, as `sharding.buckets` groups them.
+"""Merges the collectives of parameters, gradients and numbers into one a bucket, as `sharding.buckets` groups them.
 
 Invariant: the graph computes the same values, element by element: pieces are laid side by side, moved by one collective
 of the same kind, group, dtype and reduction, and taken apart again. Gathered pieces are taken out of the bucket where
-each of them was waited for, so that at most one of them is there twice.
+each of them was waited for, so that at most one of them is there twice. A quotient of numbers is reduced as its
+numerator and divided after.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class _Merger:
     def merge(self, members: list[fx.Node], pieces: list[Piece]) -> None:
         """One collective in the place of ``members``."""
         self.changed = True
+        for member in members:
+            self._divide_late(member)
         waits = [next(iter(member.users)) for member in members]
         assert all(len(m.users) == 1 and w.target is WAIT for m, w in zip(members, waits, strict=True))
         gathers = pieces[0].kind == "all_gather"
@@ -68,6 +71,16 @@ class _Merger:
         for node in (*waits, *members):
             self.graph.erase_node(node)
             del self.place[node]
+
+    def _divide_late(self, member: fx.Node) -> None:
+        """Let the reduction of a number that is a quotient reduce the numerator, and divide what comes of it: the
+        divisor may travel with it then. Nothing for all others."""
+        quotient, (wait,) = _operand(member), member.users
+        if quotient.target is not aten.div.Tensor or piece_of(member).before:  # type: ignore[union-attr]
+            return
+        divided = self._emit(aten.div.Tensor, (wait, quotient.args[1]), self.place[wait], quotient.meta)
+        wait.replace_all_uses_with(divided, delete_user_cb=lambda user: user is not divided)
+        member.args = (quotient.args[0], *member.args[1:])
 
     def _ranks(self, member: fx.Node) -> int:
         """Into how many rows a rank's bucket is cut before, or was put together of after, the collective."""

@@ -18,7 +18,7 @@ from torch import fx
 from autopar._compat import LazyGraphModule
 from autopar.capture.graph import Captured
 from autopar.passes.collectives import aten, emit_step
-from autopar.sharding.assignment import AliasKey, Assignment, Router, Transfer, result_layouts
+from autopar.sharding.assignment import AliasKey, Assignment, Router, Transfer, direction, result_layouts
 from autopar.sharding.buckets import Pieces
 from autopar.sharding.layout import Layout
 from autopar.sharding.operators import Operator, Operators, Value, value_of
@@ -107,16 +107,16 @@ class _Emitter:
         self, value: Value, backward: bool, alias: Layout | None, wanted: Layout, output: bool = False
     ) -> fx.Node:
         """``value`` in layout ``wanted``, redistributed where needed; ``output`` if it leaves the graph there."""
-        own = self.produced[value]
+        own, meta = self.produced[value], self.meta
+        backward = direction(value, self.operators.specs[value], backward)
         for transfer in self.router.route(value, self.operators.specs[value], backward, own, alias, wanted):
             transfer = replace(transfer, output=output)
             self.transfers.append(transfer)
             x = self._in(value, backward, transfer.source)
             for step, piece in zip(transfer.steps, self.pieces.of(transfer), strict=True):
-                self.meta["piece"] = piece
+                self.meta = {**meta, "backward": backward, "piece": piece}
                 x = emit_step(self.emit, x, step, self.mesh, transfer.spec.shape, self.coordinate)
-            self.meta.pop("piece", None)
-            self.nodes[(value, backward, transfer.target)] = x
+            self.meta, self.nodes[(value, backward, transfer.target)] = meta, x
         return self._in(value, backward, wanted)
 
     def _in(self, value: Value, backward: bool, layout: Layout) -> fx.Node:

@@ -1,7 +1,7 @@
 """An assignment: a strategy for every operator and a layout for everything that enters or leaves the graph.
 
 The solver makes one, the shard pass emits it, the cost model prices it. All three follow `Router`, which says, in graph
-order, what is redistributed: each redistribution once a direction, so what is priced is what runs.
+order, what is redistributed: each redistribution once a direction (`direction`), so what is priced is what runs.
 """
 
 from __future__ import annotations
@@ -57,9 +57,15 @@ class Transfer:
     output: bool = False
 
 
+def direction(value: Value, spec: TensorSpec, backward: bool) -> bool:
+    """Whether the copy of ``value`` that a consumer (``backward`` or not) asks for belongs to the backward. A number is
+    redistributed once for both directions: to keep it takes a few bytes, to move it again a latency."""
+    return backward if spec.shape else bool(value.node.meta["backward"])
+
+
 @dataclass
 class Router:
-    """Decides where a consumer gets a value from; remembers what already exists in each direction."""
+    """Decides where a consumer gets a value from; remembers what already exists in each `direction`."""
 
     mesh: Mesh
     have: dict[tuple[Value, bool], list[Layout]] = field(default_factory=dict)
@@ -68,6 +74,7 @@ class Router:
         self, value: Value, spec: TensorSpec, backward: bool, own: Layout, alias: Layout | None, wanted: Layout
     ) -> list[Transfer]:
         """The redistributions needed so that ``value``, produced in layout ``own``, exists in layout ``wanted``."""
+        backward = direction(value, spec, backward)
         have = self.have.setdefault((value, backward), [own])
         transfers = []
         for target in (alias, wanted) if alias is not None else (wanted,):

@@ -4,6 +4,10 @@ The shard pass writes down a `Piece` for every collective of a parameter or a gr
 that `buckets` puts together, and the solver prices the same buckets: what is paid for is what runs. The grouping is
 FSDP2's for parameters that rest sharded (one gather and one reduce-scatter a block) and DDP's for gradients that are
 all-reduced (in the order in which the backward makes them, a bucket closed once it holds `BUCKET_BYTES`).
+
+Numbers that the forward sums up over ranks, such as the loss and how many tokens count in it, are pieces too. A mean is
+the quotient of two of them, and reducing the quotient of a part by a number that all ranks have is dividing the reduced
+part: so both travel together, though the quotient is made of one.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -28,10 +33,10 @@ BUCKET_BYTES = 25 * 2**20
 class Piece:
     """One collective of the parameter ``name``, or of its gradient, that may be issued together with others.
 
-    ``purpose`` is ``parameters`` or ``gradients``, ``depth`` the number of collectives before it on the same tensor,
-    ``block`` the block of the parameter (None outside of blocks), ``ready`` the place among the operators of the one
-    that makes the tensor. ``nbytes`` are those of the whole tensor (cost_model.communication's X), ``before`` and
-    ``after`` the shapes of a rank's piece.
+    ``purpose`` is ``parameters``, ``gradients``, or for a number ``activations``; ``depth`` counts the collectives
+    before it on the same tensor, and for a number those that it may depend on. ``block`` is the block of the parameter
+    (None outside of blocks), ``ready`` the place among the operators of the one that makes the tensor. ``nbytes`` are
+    those of the whole tensor (cost_model.communication's X), ``before`` and ``after`` the shapes of a rank's piece.
     """
 
     name: str
@@ -69,6 +74,7 @@ class Pieces:
 
     def __post_init__(self) -> None:
         self._place = {node: i for i, node in enumerate(self.operators.by_node)}
+        self._levels = _levels(self.operators)
         self.parameters = {Value(placeholder): name for name, placeholder, _ in self.named}
         self.gradients = {value_of(gradient): name for name, _, gradient in self.named if gradient is not None}
         self._earlier = {v: name for gradient, name in self.gradients.items() for v in self._made_of(gradient)}
@@ -84,8 +90,10 @@ class Pieces:
             yield gradient
 
     def of(self, transfer: Transfer) -> list[Piece | None]:
-        """For every step of a redistribution its piece: gathers of a parameter, and reductions of a gradient on its way
-        out of the graph. None for all others."""
+        """For every step of a redistribution its piece: gathers of a parameter, reductions of a gradient on its way out
+        of the graph, and sums of a number of the forward. None for all others."""
+        if not transfer.spec.shape and not transfer.backward:
+            return [self._number(transfer, step, i) for i, step in enumerate(transfer.steps)]
         gathers = transfer.value in self.parameters
         reduced = self.gradients.get(transfer.value) if transfer.output else self._earlier.get(transfer.value)
         found: list[Piece | None] = []
@@ -101,13 +109,20 @@ class Pieces:
             depth += communicates
         return found
 
-    def _piece(self, transfer: Transfer, step: Step, name: str, depth: int) -> Piece:
+    def _number(self, transfer: Transfer, step: Step, place: int) -> Piece | None:
+        """The piece of step ``place`` of a number's redistribution; levels are as far apart as there can be steps."""
+        if step.kind != "all_reduce" or step.op != "sum" or step.axis == MICRO_BATCH:
+            return None
+        value = numerator(self.operators, transfer.value) or transfer.value
+        return self._piece(transfer, step, "", self._levels[value] * (len(self.mesh.names) + 1) + place, "activations")
+
+    def _piece(self, transfer: Transfer, step: Step, name: str, depth: int, purpose: str = "") -> Piece:
         spec = transfer.spec
         return Piece(
             name,
             step.kind,
             step.axis,
-            "parameters" if step.kind == "all_gather" else "gradients",
+            purpose or ("parameters" if step.kind == "all_gather" else "gradients"),
             spec.dtype,
             step.op,
             depth,
@@ -117,6 +132,44 @@ class Pieces:
             step.before.local_shape(self.mesh, spec.shape),
             step.after.local_shape(self.mesh, spec.shape),
         )
+
+
+def numerator(operators: Operators, value: Value) -> Value | None:
+    """The number that a number is the quotient of, by another number; None if it is none."""
+    op = operators.by_node.get(value.node)
+    if op is None or op.call.target is not torch.ops.aten.div.Tensor or len(op.operands) != 2:
+        return None
+    return op.operands[0] if not any(operators.specs[operand].shape for operand in op.operands) else None
+
+
+#: What `_levels` has found already: every mesh of a search asks.
+_LEVELS: WeakKeyDictionary[Operators, dict[Value, int]] = WeakKeyDictionary()
+
+
+def _levels(operators: Operators) -> dict[Value, int]:
+    """Of how many numbers, made one of the other, every value is made at most; numbers of one level depend on none of
+    the others. Constants are no such numbers, and made of none."""
+    if operators not in _LEVELS:
+        found: dict[Value, int] = {}
+        for op in operators:
+            levels = [found[o] + (not operators.specs[o].shape) for o in op.operands if o in found]
+            if op.operands:
+                found.update({Value(op.node, i): max(levels, default=0) for i in range(len(op.call.results))})
+        _LEVELS[operators] = found
+    return _LEVELS[operators]
+
+
+def is_known_early(operators: Operators, number: Value) -> bool:
+    """Whether a number of all micro-batches goes into what differs between them, such as the number of tokens into the
+    gradients: it is summed up before them. Others are at the end of the step."""
+    stack = [number]
+    while stack:
+        for node, _ in operators.consumers.get(stack.pop(), ()):
+            results = [Value(node, i) for i in range(len(operators.by_node[node].call.results))]
+            if any(operators.batch_dims[result] for result in results):
+                return True
+            stack.extend(results)
+    return False
 
 
 def buckets(pieces: Sequence[Piece]) -> list[list[int]]:

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from torch import fx
 
-from autopar.sharding.assignment import AliasKey, Assignment, Transfer, result_layouts
+from autopar.sharding.assignment import AliasKey, Assignment, Transfer, direction, result_layouts
 from autopar.sharding.layout import Layout
 from autopar.sharding.operators import Operator, Operators, Value
 from autopar.sharding.redistribute import redistribution
@@ -151,20 +151,35 @@ def read_by_backward(operators: Operators) -> list[Value]:
 
 def _forward_moves(operators: Operators, assignment: Assignment) -> dict[tuple[Value, Layout], tuple[Operator, Layout]]:
     """For every redistributed copy in the forward the operator for which it is made first, and the layout it is made
-    from: what `Router` decides."""
+    from: what `Router` decides. A copy for both directions counts as one in the forward."""
     produced = result_layouts(operators, assignment)
     found: dict[tuple[Value, Layout], tuple[Operator, Layout]] = {}
     for op in operators:
-        if op.backward:
-            continue
         wanted, _ = layouts(op.rule, assignment.strategies[op.node], assignment.mesh)
         for value, layout in zip(op.operands, wanted, strict=True):
+            if direction(value, operators.specs[value], op.backward):
+                continue
             alias = assignment.aliases.get(AliasKey(value, op.backward, op.block))
             if alias is not None and alias != produced[value]:
                 found.setdefault((value, alias), (op, produced[value]))
             if layout != produced[value]:
                 found.setdefault((value, layout), (op, produced[value] if alias is None else alias))
     return found
+
+
+def _read(operators: Operators, assignment: Assignment) -> list[tuple[Value, Layout]]:
+    """The results of forward operators that the backward reads, in the layouts in which the forward hands them over: as
+    they are made, or as the copy that serves both directions."""
+    produced, found = result_layouts(operators, assignment), dict[tuple[Value, Layout], None]()
+    for value in read_by_backward(operators):
+        if direction(value, operators.specs[value], True):
+            found[value, produced[value]] = None
+            continue
+        for node, place in operators.consumers[value]:
+            if operators.by_node[node].backward:
+                wanted, _ = layouts(operators.by_node[node].rule, assignment.strategies[node], assignment.mesh)
+                found[value, wanted[place]] = None
+    return list(found)
 
 
 def kept(operators: Operators, assignment: Assignment, again: MadeAgain) -> Kept:
@@ -175,7 +190,7 @@ def kept(operators: Operators, assignment: Assignment, again: MadeAgain) -> Kept
     """
     found, produced = Kept(), result_layouts(operators, assignment)
     moves = _forward_moves(operators, assignment)
-    stack = [(value, produced[value]) for value in reversed(read_by_backward(operators))]
+    stack = list(reversed(_read(operators, assignment)))
     seen: set[tuple[Value, Layout]] = set()
     while stack:
         value, layout = stack.pop()

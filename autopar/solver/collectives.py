@@ -9,7 +9,7 @@ from autopar.capture.graph import Captured
 from autopar.cost_model.communication import wire_bytes
 from autopar.plan import Collective
 from autopar.sharding.assignment import Assignment, Transfer, transfers
-from autopar.sharding.buckets import Piece, Pieces, buckets, merged
+from autopar.sharding.buckets import Piece, Pieces, buckets, is_known_early, merged
 from autopar.sharding.operators import Operators
 from autopar.sharding.recompute import Kept
 from autopar.sharding.redistribute import LOCAL, whole_elements
@@ -71,13 +71,17 @@ def _issued(
         for step, piece in zip(transfer.steps, reader.of(transfer), strict=True):
             if step.kind in LOCAL or (again and (transfer.value, step) in own):
                 continue
-            if piece is not None:
+            if piece is not None and piece.purpose == "activations":
+                early = micro_batches > 1 and is_known_early(operators, transfer.value)
+                pieces["once" if early else "backward" if again else "forward", 1].append(piece)
+            elif piece is not None:
                 backward, kept = again or transfer.backward, keep[piece.name]
                 if piece.purpose == "gradients":
                     pieces["gradients", 1 if kept.gradient == "step" else micro_batches].append(piece)
                 elif kept.copy == "use" or not backward or (transfer.value, step) not in before:
                     once, direction = kept.copy == "step", "backward" if backward else "forward"
                     pieces["once" if once else direction, 1 if once else micro_batches].append(piece)
+            if piece is not None:
                 continue
             nbytes = whole_elements(step, assignment.mesh, transfer.spec.shape) * transfer.spec.dtype.itemsize
             parts = micro_batches if operators.batch_dims[transfer.value] else 1
