@@ -16,10 +16,11 @@ from typing import Any, Self
 
 from autopar.errors import HintError
 from autopar.schedule import SCHEDULES
+from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, STATE_AXES, TENSOR_AXIS
 from autopar.sharding.recompute import blocks_made_again
 
 #: Axes that split tensors, and with that of the pipeline all that ranks are laid out on, outermost first.
-AXES = ("dp", "tp")
+AXES = (DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 DEGREES = ("pp", *AXES)
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -81,10 +82,12 @@ def check_recompute(mode: object, blocks: int | None = None) -> None:
 class Hints:
     """Decisions that the planner must keep; None leaves them to it.
 
-    ``pp``, ``dp`` and ``tp`` are degrees, ``schedule`` is a pipeline schedule (one of `autopar.schedule.SCHEDULES`),
-    ``stages`` maps patterns of module paths (blocks, and modules outside of them that own parameters) to pipeline
-    stages, ``zero`` is 0 to 3, ``reshard_after_forward=False`` (FSDP2's word) keeps what ZeRO-3 gathers for a forward
-    until its backward (`sharding.zero`), ``micro_batch_size`` is in samples a rank, ``recompute`` is
+    ``pp``, ``dp``, ``cp`` and ``tp`` are degrees (`sharding.axes`), ``schedule`` is a pipeline schedule (one of
+    `autopar.schedule.SCHEDULES`), ``stages`` maps patterns of module paths (blocks, and modules outside of them that
+    own parameters) to pipeline stages, ``zero`` is 0 to 3, ``zero_group_size`` says over how many ranks of dp (times
+    cp) ZeRO splits state, of which the other ranks have replicas (hybrid ZeRO), ``reshard_after_forward=False``
+    (FSDP2's word) keeps what ZeRO-3 gathers for a forward until its backward (`sharding.zero`), ``micro_batch_size`` is
+    in samples a rank, ``recompute`` is
     "none", "selective", "full", or "full:4" for the first four blocks alone (`sharding.recompute`), ``memory_limit`` is
     bytes a device (as `parse_bytes` reads them),
     ``shard`` maps parameter patterns (see the module) to the dim that each axis splits, e.g.
@@ -94,10 +97,12 @@ class Hints:
 
     pp: int | None = None
     dp: int | None = None
+    cp: int | None = None
     tp: int | None = None
     schedule: str | None = None
     stages: Mapping[str, int] | None = None
     zero: int | None = None
+    zero_group_size: int | None = None
     reshard_after_forward: bool | None = None
     micro_batch_size: int | None = None
     recompute: str | None = None
@@ -127,6 +132,8 @@ class Hints:
                 found=repr(self.zero),
                 change="give zero as one of 0, 1, 2 and 3, or leave it out",
             )
+        if self.zero_group_size is not None:
+            _check_zero_group(self)
         if self.reshard_after_forward is not None and self.zero != 3:
             raise HintError(
                 f"The hint reshard_after_forward={self.reshard_after_forward!r} needs zero=3.",
@@ -298,6 +305,37 @@ def _check_pipeline(hints: Hints) -> None:
             )
 
 
+def _check_zero_group(hints: Hints) -> None:
+    """HintError for a size of groups that is none, that nothing is split over, or that does not divide dp."""
+    size = hints.zero_group_size
+    if not _is_int(size, 2):
+        raise HintError(
+            f"zero_group_size={size!r} is no number of ranks to split over.",
+            expected="a whole number from 2, or None: ZeRO splits over all of dp",
+            found=repr(size),
+            change="give zero_group_size as an int from 2, for instance the devices of a host, or leave it out",
+        )
+    if hints.zero in (None, 0):
+        raise HintError(
+            f"The hint zero_group_size={size} needs ZeRO.",
+            expected="zero=1, 2 or 3 beside zero_group_size",
+            found=f"zero={hints.zero}",
+            change="give zero as well, or leave zero_group_size out",
+        )
+    if hints.dp is not None:
+        _check_group_divides(size, hints.dp)
+
+
+def _check_group_divides(size: int | None, dp: int) -> None:
+    if size is not None and dp % size:
+        raise HintError(
+            f"The hint zero_group_size={size} does not divide dp={dp}.",
+            expected="groups of equal size that make up dp",
+            found=f"dp={dp}",
+            change=f"choose a zero_group_size that divides {dp}, or leave it out",
+        )
+
+
 def _check_contradictions(hints: Hints) -> None:
     """HintError where two hints cannot both hold, whatever the model."""
     for pattern, dims in (hints.shard or {}).items():
@@ -309,20 +347,24 @@ def _check_contradictions(hints: Hints) -> None:
                     found=f"{axis}=1 and shard={{{pattern!r}: {dict(dims)}}}",
                     change=f"remove {axis}=1, or leave {axis} out of shard",
                 )
-        if "dp" in dims and hints.zero == 0:
-            raise HintError(
-                f"The hints zero=0 and shard[{pattern!r}] contradict each other.",
-                expected="zero of at least 1 where a parameter rests split over dp",
-                found=f"zero=0 and shard={{{pattern!r}: {dict(dims)}}}",
-                change="give zero=1, 2 or 3, or leave dp out of shard",
-            )
+        for axis in STATE_AXES:
+            if axis in dims and hints.zero == 0:
+                raise HintError(
+                    f"The hints zero=0 and shard[{pattern!r}] contradict each other.",
+                    expected=f"zero of at least 1 where a parameter rests split over {axis}",
+                    found=f"zero=0 and shard={{{pattern!r}: {dict(dims)}}}",
+                    change=f"give zero=1, 2 or 3, or leave {axis} out of shard",
+                )
 
 
 def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
-    """The degrees that the hints fix: those given, and those that pp x dp x tp = ``world_size`` leaves no choice. Not
-    given, pp is 1."""
-    given = {"pp": hints.pp or 1} | {axis: degree for axis in AXES if (degree := getattr(hints, axis)) is not None}
-    product, axes = math.prod(given.values()), " x ".join(DEGREES if hints.pp is not None else AXES)
+    """The degrees that the hints fix: those given, and those that pp x dp x cp x tp = ``world_size`` leaves no choice.
+    Not given, pp and cp are 1."""
+    given = {"pp": hints.pp or 1, CONTEXT_AXIS: hints.cp or 1}
+    given |= {axis: degree for axis in AXES if (degree := getattr(hints, axis)) is not None}
+    optional = {"pp": hints.pp, CONTEXT_AXIS: hints.cp}
+    product = math.prod(given.values())
+    axes = " x ".join(axis for axis in DEGREES if optional.get(axis, 1) is not None)
     if len(given) == len(DEGREES) and product != world_size:
         raise HintError(
             f"The hints {_given(hints)} do not match a cluster of {world_size} ranks.",
@@ -341,6 +383,8 @@ def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
     rest = [axis for axis in AXES if axis not in given]
     if len(rest) == 1 or world_size == product:
         given |= {axis: world_size // product for axis in rest}
+    if DATA_AXIS in given:
+        _check_group_divides(hints.zero_group_size, given[DATA_AXIS])
     return given
 
 

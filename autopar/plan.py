@@ -21,12 +21,13 @@ from autopar.errors import AutoparError, HintError, PlanError
 from autopar.hints import DEGREES, ZERO_STAGES, Hints, check_recompute, nearest_names
 from autopar.report.text import text_report
 from autopar.schedule import SCHEDULES, check_schedule
+from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, TENSOR_AXIS, make_mesh
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.zero import COPIES, REDUCED
 from autopar.workload import Workload
 
 #: Raised whenever a plan that an older autopar wrote would be misread.
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,9 @@ class ParameterPlan:
 class Plan:
     """A plan for one model, cluster and workload.
 
-    ``structure`` is the hash of the model's graph and shapes. ``breakdown`` has the seconds of ``compute``, ``exposed
+    ``structure`` is the hash of the model's graph and shapes. ``zero_group_size`` is the number of ranks of dp over
+    which hybrid ZeRO splits state (`sharding.axes`), None where it is split over all of them or not at all.
+    ``breakdown`` has the seconds of ``compute``, ``exposed
     communication`` and ``bubble``, which add up to ``step_time``; ``memory`` has bytes by kind, each at its most, and
     ``peak`` those that are alive at the moment when most are, with what lives shortly (``transients``).
     ``stages`` are the modules of every pipeline stage (blocks, and modules outside of them that own parameters), in the
@@ -108,6 +111,7 @@ class Plan:
     structure: str
     degrees: dict[str, int]
     zero: int
+    zero_group_size: int | None
     micro_batch_size: int
     num_micro_batches: int
     schedule: str | None
@@ -148,8 +152,9 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
-        """The device mesh of a pipeline stage; tp is innermost, so its ranks are neighbours."""
-        return Mesh((("dp", self.degrees["dp"]), ("tp", self.degrees["tp"])))
+        """The device mesh of a pipeline stage, as `sharding.axes.make_mesh` makes it."""
+        dp, cp, tp = (self.degrees[axis] for axis in (DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS))
+        return make_mesh(dp, cp, tp, self.zero_group_size)
 
     def layout(self, name: str) -> Layout:
         """The storage layout of a parameter. PlanError, with the nearest names, if the plan has none of that name."""
@@ -329,10 +334,13 @@ def _check(plan: Plan) -> None:
     """What the types do not say: axes and zero are known ones, every parameter's layout fits its shape, and cluster,
     workload and hints can be read."""
     if set(plan.degrees) != set(DEGREES) or any(degree < 1 for degree in plan.degrees.values()):
-        raise _bad("plan.degrees", "positive degrees of pp, dp and tp", plan.degrees)
+        raise _bad("plan.degrees", "positive degrees of pp, dp, cp and tp", plan.degrees)
     _check_pipeline(plan)
     if plan.zero not in ZERO_STAGES:
         raise _bad("plan.zero", " or ".join(map(str, ZERO_STAGES)), plan.zero)
+    size, dp = plan.zero_group_size, plan.degrees[DATA_AXIS]
+    if size is not None and (not 1 < size < dp or dp % size):
+        raise _bad("plan.zero_group_size", f"null, or a divisor of dp={dp} other than 1 and {dp}", size)
     try:
         check_recompute(plan.recompute)
     except HintError as error:

@@ -25,6 +25,7 @@ from autopar.plan import Plan
 from autopar.runtime.batches import input_names, widened
 from autopar.runtime.program import Makers, Specialization, StepProgram, emit
 from autopar.sharding.assignment import Assignment
+from autopar.sharding.axes import BATCH_AXES, degree
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.microbatch import WHOLE, Place, micro_batched
 from autopar.sharding.operators import Operators, value_of
@@ -34,7 +35,7 @@ from autopar.solver.carry import keepings, plan_pins
 from autopar.solver.pipeline import Stages, balanced, costs
 from autopar.solver.program import solve
 from autopar.solver.setting import Setting
-from autopar.solver.space import DATA_AXIS, output_values
+from autopar.solver.space import output_values
 from autopar.solver.spmd import make_program, read
 from autopar.workload import Precision, Workload
 
@@ -115,7 +116,7 @@ def specialize(
     """
     local = inputs == "local"
     if local:
-        args, kwargs = widened(args, kwargs, plan.mesh.degree(DATA_AXIS))
+        args, kwargs = widened(args, kwargs, plan.degrees["dp"])
     found = _carry(plan, captured or _capture_for(model, plan, args, kwargs, training), local)
     lost = fallbacks(found.captured, found.operators, found.assignment, plan, input_names(args, kwargs))
     lengths = _length_dims(found.captured) if Workload.from_dict(plan.workload).pad_to else ()
@@ -140,7 +141,7 @@ def specialize_step(
     it mixes samples."""
     local = inputs == "local"
     if local:
-        args, kwargs = widened(args, kwargs, plan.mesh.degree(DATA_AXIS))
+        args, kwargs = widened(args, kwargs, plan.degrees["dp"])
     captured = captured or _capture_for(model, plan, args, kwargs, training)
     loss, count = _loss(captured), _count(plan, captured)
     found = _carry(plan, captured, local, count)
@@ -220,18 +221,17 @@ def _count(plan: Plan, captured: Captured) -> int:
     most as large as the plan's and divide it, over the data axis too if there is such a number."""
     if plan.num_micro_batches == 1:
         return 1
-    batch, dp = max(_rows(captured).values(), default=1), plan.degrees[DATA_AXIS]
+    batch, dp = max(_rows(captured).values(), default=1), plan.degrees["dp"]
     least = math.ceil(batch / (plan.micro_batch_size * dp))
     counts = [count for count in range(least, batch + 1) if batch % count == 0]
     return next((count for count in counts if batch % (count * dp) == 0), counts[0])
 
 
 def _split_inputs(captured: Captured, mesh: Mesh) -> dict[fx.Node, Layout]:
-    """Every tensor of the batch split along dim 0 over the data axis."""
-    if mesh.degree(DATA_AXIS) == 1:
-        return {}
+    """Every tensor of the batch split along dim 0 over the axes of the batch."""
+    axes = {axis: 0 for axis in BATCH_AXES if degree(mesh, axis) > 1}
     dims = {node: node.meta["val"].dim() for node in captured.inputs}
-    return {node: Layout.shard(ndim, {DATA_AXIS: 0}) for node, ndim in dims.items() if ndim > 0}
+    return {node: Layout.shard(ndim, axes) for node, ndim in dims.items() if ndim > 0 and axes}
 
 
 def _length_dims(captured: Captured) -> tuple[frozenset[int], ...]:

@@ -1,4 +1,4 @@
-"""Cuts the reductions of gradients over one group off a backward graph, so that several backwards can share them.
+"""Cuts the reductions of gradients over some groups off a backward graph, so that several backwards can share them.
 
 Invariant: what is cut off is linear. With ``held`` the sums of what `Accumulation.backward` returns over several
 backwards, ``finish(coordinates, *held)`` gives the sums of their gradients, as reducing every time would.
@@ -63,8 +63,8 @@ def is_linear(node: fx.Node, constants: Collection[fx.Node]) -> bool:
     return varying == [node.args[0]] and node.target in _LINEAR
 
 
-def _cut_off(graph: fx.Graph, group: str) -> list[fx.Node]:
-    """The calls from the last reductions over ``group`` on, in order: those that only gradients depend on."""
+def _cut_off(graph: fx.Graph, groups: Collection[str]) -> list[fx.Node]:
+    """The calls from the last reductions over ``groups`` on, in order: those that only gradients depend on."""
     constants, output = _constants(graph), graph.output_node()
     tail: set[fx.Node] = {output}
     for node in reversed(graph.nodes):
@@ -74,16 +74,16 @@ def _cut_off(graph: fx.Graph, group: str) -> list[fx.Node]:
     for node in graph.nodes:
         if node not in tail or node is output:
             continue
-        reduces = node.target in (ALL_REDUCE, REDUCE_SCATTER) and group_argument(node) == group
+        reduces = node.target in (ALL_REDUCE, REDUCE_SCATTER) and group_argument(node) in groups
         if reduces or any(arg in late for arg in node.all_input_nodes):
             late[node] = None
     return list(late)
 
 
-def accumulation(backward: fx.GraphModule, group: str) -> Accumulation:
-    """Cut a rank's backward graph, bound or not; ``group`` is how it writes the group whose reductions are put off."""
+def accumulation(backward: fx.GraphModule, groups: Collection[str]) -> Accumulation:
+    """Cut a rank's backward graph, bound or not; ``groups`` is how it writes those whose reductions are put off."""
     graph = backward.graph
-    late = dict.fromkeys(_cut_off(graph, group))
+    late = dict.fromkeys(_cut_off(graph, groups))
     constants = _constants(graph)
     gradients = graph.output_node().args[0]
     assert isinstance(gradients, tuple)

@@ -46,7 +46,7 @@ def test_two_backwards_share_their_reductions(name: str, hints: Hints, monkeypat
     special = specialize(model, plan, (), batch)
     backward = special.program.backward
     assert backward is not None
-    cut = accumulation(backward, "axis:dp")
+    cut = accumulation(backward, ["axis:dp"])
     trained = [p for p in special.captured.parameters if p.gradient is not None]
 
     def check(module: fx.GraphModule, inputs: Any, mesh: Any, traffic: Any = None) -> list[list[torch.Tensor]]:

@@ -289,7 +289,7 @@ def test_stages_out_of_the_models_order_are_said() -> None:
 
 def test_a_plan_with_a_pipeline(tmp_path: Any) -> None:
     plan, _, _ = planned(STACK, 4, pp=2, tp=2, schedule="interleaved", micro_batch_size=1)
-    assert plan.degrees == {"pp": 2, "dp": 1, "tp": 2} and plan.world_size == 4 and plan.num_micro_batches == 8
+    assert plan.degrees == {"pp": 2, "dp": 1, "cp": 1, "tp": 2} and plan.world_size == 4 and plan.num_micro_batches == 8
     assert len(plan.stages) == 4 and plan.schedule == "interleaved"
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan

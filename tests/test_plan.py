@@ -26,12 +26,13 @@ def test_what_a_plan_answers() -> None:
     assert plan.mesh == Mesh((("dp", 4), ("tp", 2)))
     assert plan.layout("model.layers.0.mlp.down_proj.weight") == Layout((("dp",), ("tp",)))
     assert str(plan) == (
-        "Plan of LlamaForCausalLM on 8 ranks: pp=1, dp=4, tp=2, zero=3, 412 ms a step, 20.5 GiB a device"
+        "Plan of LlamaForCausalLM on 8 ranks: pp=1, dp=4, cp=1, tp=2, zero=3, 412 ms a step, 20.5 GiB a device"
     )
 
 
 def test_tp_is_the_innermost_axis_whatever_the_order_of_the_degrees() -> None:
-    assert sample_plan(degrees={"tp": 2, "dp": 4, "pp": 1}).mesh.names == ("dp", "tp")
+    assert sample_plan(degrees={"tp": 2, "cp": 1, "dp": 4, "pp": 1}).mesh.names == ("dp", "tp")
+    assert sample_plan(degrees={"tp": 2, "cp": 2, "dp": 4, "pp": 1}).mesh.names == ("dp", "cp", "tp")
 
 
 def test_layout_of_an_unknown_parameter_names_the_nearest() -> None:
@@ -53,7 +54,7 @@ def test_the_file_is_plain_json(tmp_path: Path) -> None:
     sample_plan().save(path)
     data = json.loads(path.read_text())
     assert data["version"] == PLAN_VERSION
-    assert data["degrees"] == {"pp": 1, "dp": 4, "tp": 2}
+    assert data["degrees"] == {"pp": 1, "dp": 4, "cp": 1, "tp": 2}
     assert data["schedule"] is None
     assert data["stages"] == [["model.embed_tokens", "model.layers.0", "model.norm"]]
     assert data["parameters"]["model.embed_tokens.weight"] == {
@@ -163,7 +164,9 @@ BAD = {
     "a pipeline without a schedule": (put("degrees", "pp", value=2), r"plan\.schedule is malformed[\s\S]*1f1b"),
     "a schedule that is a number": (put("schedule", value=1), r"plan\.schedule is malformed[\s\S]*text"),
     "stages that are text": (put("stages", value=["model"]), r"plan\.stages\[0\] is malformed[\s\S]*a list"),
-    "an unknown axis": (put("degrees", "cp", value=2), r"plan\.degrees is malformed"),
+    "an unknown axis": (put("degrees", "ep", value=2), r"plan\.degrees is malformed"),
+    "groups of ZeRO that do not divide dp": (put("zero_group_size", value=3), r"zero_group_size is malformed[\s\S]*dp=4"),
+    "a group of ZeRO that is all of dp": (put("zero_group_size", value=4), r"zero_group_size is malformed"),
     "a degree of zero": (put("degrees", "tp", value=0), r"plan\.degrees is malformed"),
     "an unknown kind of ZeRO": (put("zero", value=4), r"plan\.zero is malformed[\s\S]*2 or 3"),
     "a layout over an unknown axis": (put(*EMBEDDING, "storage", "dims", 0, value=["pp"]), STORAGE),

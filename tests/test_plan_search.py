@@ -102,7 +102,7 @@ def test_weights_are_split_as_megatron_does(megatron: tuple[torch.nn.Module, Pla
     _, plan = megatron
     assert {name: plan.layout(name).dims for name in expected} == expected
     assert set(plan.parameters) - set(expected) == {"model.embed_tokens.weight"}
-    assert plan.degrees == {"pp": 1, "dp": 1, "tp": 8} and plan.zero == 0
+    assert plan.degrees == {"pp": 1, "dp": 1, "cp": 1, "tp": 8} and plan.zero == 0
     assert plan.flops_share == pytest.approx(1 / 8, rel=1e-3)
     splits = {layer.name: layer.splits for layer in plan.layers}
     assert splits["model.layers.*.self_attn"] == (("heads", "tp"),)

@@ -30,7 +30,7 @@ def test_the_report_has_the_facts() -> None:
 Plan LlamaForCausalLM on h100-sxm:1x8 (8 ranks)
 Workload global_batch 64, seq_len 2048, optimizer adamw
 Hints tp=2
-Degrees pp 1 x dp 4 x tp 2
+Degrees pp 1 x dp 4 x cp 1 x tp 2
 Storage ZeRO 3: parameters, gradients and optimizer state rest split over dp
 Micro-batches 2 of 8 sequences
 Recompute selective

@@ -63,16 +63,19 @@ def attention(
         q: [B, Hq, S, D]. k: [B, Hkv, T, D]. v: [B, Hkv, T, Dv]. One dtype; query head h uses kv head h // (Hq // Hkv).
         key_mask: bool [B, T], True where a key may be attended (padding), or None.
         bias: [B or 1, Hq or 1, S or 1, T], bool (True: may be attended) or float (added to the scores), or None.
-        seed, starts: as ``keep_mask``, starts int64 [4] for [B, Hq, S, T]; None when dropout is 0.
+        seed: as ``keep_mask``; None when dropout is 0.
+        starts: int64 [4], global index of the first element of this piece of [B, Hq, S, T]. With dropout as
+            ``keep_mask``; without it is given where queries are a piece of all, whose positions begin at ``starts[2]``.
         scale: factor of q k^T.
-        causal: query i attends keys j <= i, aligned to the top left as in torch's ``is_causal`` (S == T in training).
+        causal: query i attends keys j <= i, aligned to the top left as in torch's ``is_causal`` (S == T in training);
+            of a piece of all queries i counts from ``starts[2]``.
         window: 0 for none, else only keys j > i - window (one-sided; with causal, the ``window`` latest keys).
         spread: what a query gets that key_mask, a bool bias, causality and window leave no key. False: 0, an lse of
             -inf and no gradients, as in torch's attention. True: it attends all T keys equally, as where masks are
             added to the scores as a large negative number (transformers' written-out attention).
         softcap: 0 for none, else scores become softcap * tanh(scores / softcap), before bias and masks.
         dropout: probability of dropping an attention weight. stream: number of this operator in the model.
-        extent: global [B, Hq, S, T]; may be empty when dropout is 0.
+        extent: global [B, Hq, S, T]; may be empty where ``starts`` is None.
 
     Returns:
         out [B, Hq, S, Dv] in q's dtype, contiguous, and lse [B, Hq, S], the natural logarithm of the sum of exp of the

@@ -45,12 +45,22 @@ class Call(NamedTuple):
     @property
     def windowed(self) -> bool:
         """Whether the window hides anything: one that reaches the first key from the last query does not."""
-        return 0 < self.window < self.q.shape[2]
+        return 0 < self.window < self.positions
+
+    @property
+    def positions(self) -> int:
+        """Number of queries of which these are a piece, or all."""
+        return self.extent[2] if self.is_piece else self.q.shape[2]
+
+    @property
+    def is_piece(self) -> bool:
+        """Whether queries begin at a position of their own, which only kernels that take a mask can respect."""
+        return self.starts is not None
 
     @property
     def may_leave_no_key(self) -> bool:
         """Whether there may be a query that may attend nothing (causality alone leaves everyone the first key)."""
-        beyond_keys = self.windowed and self.k.shape[2] < self.q.shape[2]
+        beyond_keys = self.windowed and self.k.shape[2] < self.positions
         return beyond_keys or self.key_mask is not None or (self.bias is not None and self.bias.dtype == torch.bool)
 
 
@@ -80,6 +90,8 @@ def check(c: Call) -> None:
         )
     if c.dropout != 0.0 and (c.seed is None or c.starts is None):
         raise ValueError("attention with dropout needs seed and starts")
+    if c.starts is not None and len(c.extent) != 4:
+        raise ValueError(f"attention with starts needs the extent of [B, Hq, S, T], found {list(c.extent)}")
     if c.window < 0 or c.softcap < 0.0:
         raise ValueError(f"window and softcap are positive, or 0 for none; found {c.window} and {c.softcap}")
 
@@ -94,6 +106,8 @@ def _allowed(c: Call, causal: bool) -> Tensor | None:
         masks.append(c.bias)
     if causal or c.windowed:
         i = torch.arange(queries, device=c.q.device)[:, None]
+        if c.starts is not None:
+            i = i + c.starts[2].to(i.device)
         j = torch.arange(keys, device=c.q.device)
         if causal:
             masks.append((j <= i)[None, None])
@@ -107,8 +121,9 @@ def _float_bias(c: Call) -> Tensor | None:
 
 
 def _additive_mask(c: Call) -> Tensor | None:
-    """key_mask, bias and window as the one float mask that the CPU kernel takes beside its own is_causal, or None."""
-    allowed, bias = _allowed(c, causal=False), _float_bias(c)
+    """key_mask, bias and window (of a piece of the queries also causality) as the one float mask that the CPU kernel
+    takes beside its own is_causal, or None."""
+    allowed, bias = _allowed(c, causal=c.causal and c.is_piece), _float_bias(c)
     if allowed is None and bias is None:
         return None
     if bias is None:
@@ -118,12 +133,17 @@ def _additive_mask(c: Call) -> Tensor | None:
     return (bias if allowed is None else torch.where(allowed, bias, -math.inf)).contiguous()
 
 
+def _by_kernel(c: Call) -> bool:
+    """Whether causality is left to the kernel, whose first query is the first of all."""
+    return c.causal and not c.is_piece
+
+
 def _dead_rows(c: Call, mask: Tensor) -> Tensor:
     """Bool, broadcastable to [B, Hq, S]: queries that may attend no key under an additive ``mask`` and causality."""
     keys = mask.shape[-1]
     live = mask != -math.inf
     first = torch.where(live.any(-1), live.int().argmax(-1), keys)  # argmax gives the first of equals
-    last = torch.arange(c.q.shape[2], device=mask.device) if c.causal else keys - 1
+    last = torch.arange(c.q.shape[2], device=mask.device) if _by_kernel(c) else keys - 1
     return first > last
 
 
@@ -144,6 +164,7 @@ def backend(c: Call) -> Literal["cpu", "cuda", "math"]:
         and c.key_mask is None
         and c.bias is None
         and not c.windowed
+        and not (c.causal and c.is_piece)
         and head_dim % 8 == 0
         and head_dim <= _MAX_FLASH_HEAD_DIM
         and (not c.causal or queries == keys)  # CUDA's causal mask is aligned to the bottom right
@@ -160,7 +181,7 @@ def _rows(x: Tensor) -> Tensor:
 def cpu_forward(c: Call) -> tuple[Tensor, Tensor]:
     mask = _additive_mask(c)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        _rows(c.q), _rows(c.k), _rows(c.v), 0.0, c.causal, attn_mask=mask, scale=c.scale
+        _rows(c.q), _rows(c.k), _rows(c.v), 0.0, _by_kernel(c), attn_mask=mask, scale=c.scale
     )
     if mask is not None:  # the kernel reports 0 for the log of nothing
         lse = lse.masked_fill(_dead_rows(c, mask), -math.inf)
@@ -171,7 +192,7 @@ def cpu_backward(c: Call, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[T
     lse = lse.masked_fill(lse == -math.inf, 0.0)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *(_rows(x) for x in (grad_out, c.q, c.k, c.v, out)),
-        lse, 0.0, c.causal, attn_mask=_additive_mask(c), scale=c.scale,
+        lse, 0.0, _by_kernel(c), attn_mask=_additive_mask(c), scale=c.scale,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from autopar.capture.graph import Captured
 from autopar.plan import LayerSummary, ReplicatedOperator
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Mesh
-from autopar.sharding.operators import Operator, Operators, Value, splits_batch
+from autopar.sharding.operators import Operator, Operators, Value, own_factors
 from autopar.sharding.rule import Choice, Strategy, choices, is_valid
 
 aten = torch.ops.aten
@@ -83,7 +83,7 @@ def describe_replicated(operators: Operators, assignment: Assignment) -> tuple[R
         strategy = assignment.strategies[op.node]
         whole = tuple(axis for axis in wide if strategy[mesh.names.index(axis)].factor is None)
         if whole and not op.is_view and (op.is_heavy or len(whole) == len(wide)):
-            reason = _reason(op, strategy, whole, mesh, operators.batch_factors[op.node])
+            reason = _reason(op, strategy, whole, mesh, operators)
             groups[str(op.call.target).removesuffix(".default"), whole, reason].append(op)
     all_flops, all_bytes = sum(op.flops for op in operators), sum(map(_bytes, operators))
     found = []
@@ -99,14 +99,14 @@ def _bytes(op: Operator) -> int:
     return 0 if op.is_view else sum(spec.bytes for spec in (*op.call.operands, *op.call.results))
 
 
-def _reason(op: Operator, strategy: Strategy, whole: tuple[str, ...], mesh: Mesh, batch: frozenset[str]) -> str:
-    """Why ``op`` is not split on the axes ``whole``. The data axis is there to split the batch, nothing else."""
+def _reason(op: Operator, strategy: Strategy, whole: tuple[str, ...], mesh: Mesh, operators: Operators) -> str:
+    """Why ``op`` is not split on the axes ``whole``, of what they are there to split."""
     if not op.has_rule:
         return "no rule"
 
     def could(axis: str, choice: Choice) -> bool:
         i = mesh.names.index(axis)
-        wanted = splits_batch(choice, batch) if axis == "dp" else choice.factor is not None
+        wanted = choice.factor in own_factors(operators, op, axis)
         return wanted and is_valid(op.rule, (*strategy[:i], choice, *strategy[i + 1 :]), mesh)
 
     possible = any(could(axis, choice) for axis in whole for choice in choices(op.rule))

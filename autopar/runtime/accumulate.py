@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches: held on every rank as they come out of the backward, and reduced over dp once."""
+"""Gradients of several micro-batches: held on every rank as they come out of the backward, and reduced once."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class _Sums:
 
 
 class Accumulator:
-    """Runs a module's backward programs, and while ``active`` keeps back the reductions of gradients over ``group``.
+    """Runs a module's backward programs, and while ``active`` keeps back the reductions of gradients over ``groups``.
 
     The sums are this class' own: ``p.grad`` has nothing of them before the first backward that is not held. Until then
     an optimizer that steps these ``parameters`` would leave them out, and is refused (RuntimeFailure), and so is a
     backward after the parameters have changed. ``coordinates`` are this rank's, int64 [axes].
     """
 
-    def __init__(self, group: str, coordinates: Tensor, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, groups: Collection[str], coordinates: Tensor, parameters: Sequence[Tensor]) -> None:
         self.active = False
-        self._group, self._coordinates, self._parameters = group, coordinates, parameters
+        self._groups, self._coordinates, self._parameters = groups, coordinates, parameters
         self._cuts: weakref.WeakKeyDictionary[Program, Accumulation] = weakref.WeakKeyDictionary()
         self._sums: dict[Program, _Sums] = {}
         self._versions: list[tuple[int, ...]] = []
@@ -49,7 +49,7 @@ class Accumulator:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accumulator:
         """What is held stays with the original: a copied module has gradients of its own."""
-        return Accumulator(self._group, self._coordinates, copy.deepcopy(self._parameters, memo))
+        return Accumulator(self._groups, self._coordinates, copy.deepcopy(self._parameters, memo))
 
     @torch.no_grad()
     def backward(
@@ -90,7 +90,7 @@ class Accumulator:
         self.check()
         if program not in self._cuts:
             assert program.backward is not None
-            self._cuts[program] = accumulation(program.backward, self._group)
+            self._cuts[program] = accumulation(program.backward, self._groups)
         cut = self._cuts[program]
         values = list(run_and_release(cut.backward, inputs))
         if not self._sums:

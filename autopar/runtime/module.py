@@ -44,6 +44,7 @@ from autopar.runtime.results import rebuild
 from autopar.runtime.save import gathered, save
 from autopar.runtime.step import run_step, step_inputs
 from autopar.runtime.versions import count_steps, version
+from autopar.sharding.axes import TOKEN_AXES, data_degree, data_rank
 from autopar.sharding.stages import homes
 from autopar.workload import Workload
 
@@ -97,8 +98,8 @@ class ParallelModule(nn.Module):
         device = torch.device(device_mesh.device_type)
         self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
         self.__dict__.update(_buckets=Workload.from_dict(plan.workload).pad_to)
-        group = device_mesh.get_group("dp").group_name
-        self.__dict__["_accumulator"] = Accumulator(group, self._coordinates, list(self.parameters()))
+        groups = [device_mesh.get_group(axis).group_name for axis in TOKEN_AXES if axis in mesh.names]
+        self.__dict__["_accumulator"] = Accumulator(groups, self._coordinates, list(self.parameters()))
         refuse_pieces()
         count_steps()
         self.__dict__["_copies"] = StepCopies()
@@ -117,16 +118,16 @@ class ParallelModule(nn.Module):
     @property
     def data_rank(self) -> int:
         """This rank's place among those that work on different samples."""
-        return int(self.device_mesh.get_local_rank("dp"))
+        return data_rank(self.mesh, dist.get_rank())
 
     @property
     def data_world_size(self) -> int:
         """Over how many ranks the batch is split."""
-        return self.mesh.degree("dp")
+        return data_degree(self.mesh)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Hold back the gradients of every backward inside: no reduction over dp, and nothing in ``p.grad``.
+        """Hold back the gradients of every backward inside: no reduction over dp and cp, and nothing in ``p.grad``.
 
         The first backward outside reduces the sum of all of them and its own, once::
 

@@ -24,6 +24,7 @@ from autopar.runtime.cache import Cache, CacheEntry
 from autopar.runtime.process import host_group
 from autopar.runtime.program import Makers, Specialization, StepProgram
 from autopar.runtime.release import COMPILE
+from autopar.sharding.axes import data_rank
 
 
 @dataclass
@@ -90,7 +91,7 @@ class Programs:
         whole = self.inputs == "global"
         check_alike(f"{words}; contents {digest}" if digest and whole else words, host_group())
         if digest and not whole:
-            check_parts(int(self.device_mesh.get_local_rank("dp")), digest, host_group())
+            check_parts(data_rank(self.plan.mesh, dist.get_rank()), digest, host_group())
 
     def _load(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
         """Make a program and compare it between ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,10 +12,12 @@ import torch
 from torch import fx
 
 from autopar._compat import pytree
+from autopar.sharding.axes import BATCH_AXES, CONTEXT_AXIS
 from autopar.sharding.flops import count_flops, has_flops
 from autopar.sharding.layout import TensorSpec
 from autopar.sharding.rule import Arg, Choice, OpCall, Rule, op_call
 from autopar.sharding.rules import replicated_rule, rule_for
+from autopar.sharding.rules.attention import ATTENTION, HEADS, POSITIONS
 
 aten = torch.ops.aten
 
@@ -83,6 +85,14 @@ class Operator:
         return self.flops > 0
 
 
+class Carried(NamedTuple):
+    """Where a dim of the inputs is in a graph: the factors of every operator and the dims of every value that carry
+    it."""
+
+    factors: dict[fx.Node, frozenset[str]]
+    dims: dict[Value, frozenset[int]]
+
+
 @dataclass(frozen=True, eq=False)
 class Operators:
     """All operators of a graph, in order, and which dims carry the batch."""
@@ -92,6 +102,15 @@ class Operators:
     batch_factors: dict[fx.Node, frozenset[str]]
     consumers: dict[Value, tuple[tuple[fx.Node, int], ...]]
     batch_dims: dict[Value, frozenset[int]] = field(repr=False, default_factory=dict)
+    #: The output that each tangent placeholder belongs to.
+    tangents: Mapping[fx.Node, fx.Node] = field(repr=False, default_factory=dict)
+    #: The inputs that have a sequence, which is their dim 1.
+    sequences: tuple[fx.Node, ...] = field(repr=False, default=())
+
+    @cached_property
+    def sequence(self) -> Carried:
+        """Where dim 1 of the inputs is, followed when first asked for."""
+        return _carried(self.by_node, self.batch_dims, dict.fromkeys(self.sequences, 1), self.tangents)
 
     def __iter__(self) -> Iterator[Operator]:
         return iter(self.by_node.values())
@@ -206,6 +225,19 @@ def _follow_batch(
     return batch_factors
 
 
+def _carried(
+    by_node: dict[fx.Node, Operator],
+    values: Iterable[Value],
+    inputs: Mapping[fx.Node, int],
+    tangents: Mapping[fx.Node, fx.Node],
+) -> Carried:
+    """Follow the dim that ``inputs`` gives of every placeholder that has it; ``values`` has all placeholders."""
+    dims = {v: frozenset({inputs[v.node]} if v.node in inputs else ()) for v in values if v.node.op == "placeholder"}
+    _follow_batch(by_node, dims)
+    dims.update({Value(tangent): dims[value_of(output)] for tangent, output in tangents.items()})
+    return Carried(_follow_batch(by_node, dims), dims)
+
+
 def read_operators(
     graph: fx.Graph,
     batch_inputs: Mapping[fx.Node, int],
@@ -224,11 +256,20 @@ def read_operators(
             specs[Value(node, i)] = spec
         for i, value in enumerate(op.operands):
             consumers.setdefault(value, []).append((node, i))
-    batch_dims = {Value(n): frozenset({batch_inputs[n]} if n in batch_inputs else ()) for n in placeholders}
-    _follow_batch(by_node, batch_dims)
-    batch_dims.update({Value(tangent): batch_dims[value_of(output)] for tangent, output in tangents.items()})
-    batch_factors = _follow_batch(by_node, batch_dims)
-    return Operators(by_node, specs, batch_factors, {v: tuple(c) for v, c in consumers.items()}, batch_dims)
+    batch = _carried(by_node, map(Value, placeholders), batch_inputs, tangents)
+    sequences = tuple(n for n in batch_inputs if len(placeholders[n].shape) > 1)
+    read = {v: tuple(c) for v, c in consumers.items()}
+    return Operators(by_node, specs, batch.factors, read, batch.dims, tangents, sequences)
+
+
+def own_factors(operators: Operators, op: Operator, axis: str) -> frozenset[str]:
+    """The factors that an axis is there to split: those of the batch, those of the sequence and of the heads of
+    attention, or any."""
+    if axis in BATCH_AXES:
+        return operators.batch_factors[op.node]
+    if axis == CONTEXT_AXIS:
+        return operators.sequence.factors[op.node] | (HEADS if op.call.target in ATTENTION else frozenset())
+    return frozenset(op.rule.sizes) - {POSITIONS}
 
 
 def splits_batch(choice: Choice, batch: frozenset[str]) -> bool:

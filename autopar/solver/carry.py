@@ -21,6 +21,7 @@ from autopar.cluster import Cluster
 from autopar.hints import Hints, matching
 from autopar.plan import ParameterPlan, Plan
 from autopar.sharding.assignment import Assignment
+from autopar.sharding.axes import DATA_AXIS, STATE_AXES, state_axes
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.operators import Operator, Operators
 from autopar.sharding.rule import REPLICATE, Choice, Strategy
@@ -144,10 +145,10 @@ def storage_of(plan: Plan) -> Callable[[str], Layout | None]:
 def keepings(captured: Captured, assignment: Assignment, plan: Plan) -> dict[str, Keeping]:
     """What ``plan`` does with the copies and gradients of a graph's parameters: what it says of them, and for those
     that rest in another way here what its kind of ZeRO does."""
-    decided = _most_common(plan, lambda p: ("dp" in p.storage.split_axes, Keeping(p.copy, p.gradient)))
+    decided = _most_common(plan, lambda p: (bool(state_axes(p.storage)), Keeping(p.copy, p.gradient)))
     found = {}
     for p in captured.parameters:
-        sharded = "dp" in assignment.sources[p.placeholder].split_axes
+        sharded = bool(state_axes(assignment.sources[p.placeholder]))
         other, kept = decided(p.name) or (None, Keeping())
         known = other == sharded
         found[p.name] = kept if known else keeping(plan.zero, sharded, p.master is not None, plan.reshard_after_forward)
@@ -161,7 +162,8 @@ def hint_pins(captured: Captured, hints: Hints) -> Pins:
     def storage(name: str, layout: Layout) -> bool:
         return all(axis in layout.dims[dim] for axis, dim in matching(hints, *aliases[name]).items())
 
-    zero_dims = {name: dims["dp"] for name, names in aliases.items() if "dp" in (dims := matching(hints, *names))}
+    hinted = {name: matching(hints, *names) for name, names in aliases.items()}
+    zero_dims = {name: {a: d for a, d in dims.items() if a in STATE_AXES} for name, dims in hinted.items()}
     zero = 3 if hints.zero else hints.zero  # what rests sharded rests alike, however long copies of it live
     return Pins(storage=storage, zero=zero, zero_dims=zero_dims)
 
@@ -170,7 +172,7 @@ def plan_pins(captured: Captured, operators: Operators, plan: Plan) -> Pins:
     """The pins that carry ``plan`` to a graph."""
     storage = storage_of(plan)
     layouts = {p.name: layout for p in captured.parameters if (layout := storage(p.name)) is not None}
-    zero_dims = {name: d for name, layout in layouts.items() if (d := layout.dim_of("dp")) is not None}
+    zero_dims = {name: {a: d for a in STATE_AXES if (d := lay.dim_of(a)) is not None} for name, lay in layouts.items()}
     return Pins(
         storage=lambda name, layout: name not in layouts or layouts[name] == layout,
         operator=operator_pin(operators, plan.operators, plan.mesh),
@@ -180,13 +182,16 @@ def plan_pins(captured: Captured, operators: Operators, plan: Plan) -> Pins:
 
 
 def shrink(plan: Plan) -> Plan:
-    """A plan for at most 2 ranks an axis that takes the same decisions, for `verify` on one machine."""
-    degrees = {axis: min(2, n) for axis, n in plan.degrees.items()}
+    """A plan for at most 2 ranks an axis that takes the same decisions, for `verify` on one machine: with hybrid ZeRO
+    two groups of two ranks of dp."""
+    degrees, groups = {axis: min(2, n) for axis, n in plan.degrees.items()}, None
+    if plan.zero_group_size is not None:
+        degrees[DATA_AXIS], groups = 4, 2
     if degrees == plan.degrees:
         return plan
     device = Cluster.from_dict(plan.cluster).device
     cluster = Cluster(device, 1, math.prod(degrees.values())).to_dict()
-    return replace(plan, degrees=degrees, cluster=cluster, stages=_joined(plan, degrees["pp"]))
+    return replace(plan, degrees=degrees, zero_group_size=groups, cluster=cluster, stages=_joined(plan, degrees["pp"]))
 
 
 def _joined(plan: Plan, pp: int) -> tuple[tuple[str, ...], ...]:

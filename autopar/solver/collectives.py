@@ -9,13 +9,14 @@ from autopar.capture.graph import Captured
 from autopar.cost_model.communication import wire_bytes
 from autopar.plan import Collective
 from autopar.sharding.assignment import Assignment, Transfer, transfers
+from autopar.sharding.axes import BATCH_AXES, REPLICATE_AXIS
 from autopar.sharding.buckets import Piece, Pieces, buckets, is_known_early, merged
 from autopar.sharding.operators import Operators
 from autopar.sharding.recompute import Kept
 from autopar.sharding.redistribute import LOCAL, whole_elements
 from autopar.sharding.zero import Keeping
 from autopar.solver.costs import Prices
-from autopar.solver.space import DATA_AXIS, output_values
+from autopar.solver.space import output_values
 
 _Issued = tuple[str, str, str, int]  # kind, axis, purpose, bytes of the whole tensor
 
@@ -77,7 +78,8 @@ def _issued(
             elif piece is not None:
                 backward, kept = again or transfer.backward, keep[piece.name]
                 if piece.purpose == "gradients":
-                    pieces["gradients", 1 if kept.gradient == "step" else micro_batches].append(piece)
+                    once = kept.gradient == "step" or piece.axis == REPLICATE_AXIS
+                    pieces["gradients", 1 if once else micro_batches].append(piece)
                 elif kept.copy == "use" or not backward or (transfer.value, step) not in before:
                     once, direction = kept.copy == "step", "backward" if backward else "forward"
                     pieces["once" if once else direction, 1 if once else micro_batches].append(piece)
@@ -101,6 +103,6 @@ def _purpose(transfer: Transfer, reader: Pieces) -> str:
         if transfer.source.partial
         and transfer.backward
         and not transfer.target.partial
-        and any(axis == DATA_AXIS for axis, _ in transfer.source.partial)
+        and any(axis in BATCH_AXES for axis, _ in transfer.source.partial)
         else "activations"
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.sharding.assignment import Assignment
+from autopar.sharding.axes import state_ranks
 from autopar.sharding.recompute import Kept
 from autopar.sharding.zero import Keeping
 from autopar.solver.costs import state_bytes
-from autopar.solver.setting import Setting, is_sharded
-from autopar.solver.space import DATA_AXIS
+from autopar.solver.setting import Setting
 
 
 def memory_of(
@@ -23,7 +23,7 @@ def memory_of(
         local = assignment.sources[p.placeholder].local_bytes(assignment.mesh, p.spec) // p.spec.dtype.itemsize
         for kind, nbytes in state_bytes(local, p.storage_dtype, optimizer, p.gradient is not None).items():
             totals[kind] += nbytes
-        ranks = assignment.mesh.degree(DATA_AXIS) if is_sharded(p, assignment) else 1
+        ranks = state_ranks(assignment.sources[p.placeholder], assignment.mesh)
         if keep[p.name].copy != "use":
             copies += local * ranks * p.spec.dtype.itemsize
         if keep[p.name].gradient == "step" and micro_batches > 1 and p.gradient is not None and optimizer != "none":

@@ -18,11 +18,11 @@ from autopar.cluster import Cluster
 from autopar.errors import HintError
 from autopar.hints import Hints, nearest_names
 from autopar.schedule import SCHEDULES, check_stages
+from autopar.sharding.axes import DATA_AXIS
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operators
 from autopar.sharding.rule import REPLICATE
 from autopar.solver.costs import Prices, local_work
-from autopar.solver.space import DATA_AXIS
 
 #: Stages a rank of schedules that leave it open.
 CHUNKS = 2

@@ -20,6 +20,7 @@ from autopar.report.describe import describe_layers, describe_replicated
 from autopar.report.units import bytes_text
 from autopar.schedule import check_schedule, runs
 from autopar.sharding.assignment import Assignment
+from autopar.sharding.axes import STATE_AXES, data_degree, degree, degrees, make_mesh, state_axes, zero_group_size
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.recompute import forward_blocks
 from autopar.sharding.zero import Zero
@@ -27,7 +28,7 @@ from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.pipeline import Pipeline, make_pipeline, units
 from autopar.solver.program import Solution, solve
 from autopar.solver.setting import Setting
-from autopar.solver.space import DATA_AXIS, Pins
+from autopar.solver.space import Pins
 from autopar.solver.spmd import Solved, account, make_program, read
 from autopar.solver.staged import staged
 from autopar.workload import Workload
@@ -98,14 +99,15 @@ def structure_hash(names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> s
 
 
 def meshes(world_size: int, hints: Hints) -> list[Mesh]:
-    """Every mesh dp x tp that the hints allow for a pipeline stage, or without a pipeline for all of ``world_size``
-    ranks, tp innermost."""
+    """Every mesh dp x cp x tp that the hints allow for a pipeline stage, or without a pipeline for all of
+    ``world_size`` ranks, tp innermost; not hinted, cp is 1."""
     found = []
-    world_size //= hints.pp or 1
+    cp, size = hints.cp or 1, hints.zero_group_size or 1
+    world_size //= (hints.pp or 1) * cp
     for tp in range(1, world_size + 1):
         dp = world_size // tp
-        if dp * tp == world_size and hints.tp in (None, tp) and hints.dp in (None, dp):
-            found.append(Mesh((("dp", dp), ("tp", tp))))
+        if dp * tp == world_size and hints.tp in (None, tp) and hints.dp in (None, dp) and dp % size == 0:
+            found.append(make_mesh(dp, cp, tp, hints.zero_group_size))
     return found
 
 
@@ -113,10 +115,10 @@ def micro_batches(mesh: Mesh, hints: Hints, batch: int, pipeline: Pipeline | Non
     """Into how many micro-batches the hints cut a global ``batch`` on ``mesh``; 0 if it does not divide. Not hinted, a
     ``pipeline`` has at least `FILLING` times as many as ranks if there are so many samples, else one for each."""
     if hints.micro_batch_size is None and pipeline is not None:
-        return _filling(pipeline, batch // mesh.degree("dp"))
+        return _filling(pipeline, batch // data_degree(mesh))
     if hints.micro_batch_size is None:
         return 1
-    count, rest = divmod(batch, mesh.degree("dp") * hints.micro_batch_size)
+    count, rest = divmod(batch, data_degree(mesh) * hints.micro_batch_size)
     return 0 if rest else count
 
 
@@ -130,7 +132,7 @@ def _filling(pipeline: Pipeline, samples: int) -> int:
 def _check_micro_batches(hints: Hints, batch: int, found: list[Mesh]) -> None:
     """HintError if the micro-batch size divides the batch on none of the meshes."""
     if hints.micro_batch_size is not None and not any(micro_batches(mesh, hints, batch) for mesh in found):
-        degrees = ", ".join(str(n) for n in sorted({mesh.degree("dp") for mesh in found}))
+        degrees = ", ".join(str(n) for n in sorted({data_degree(mesh) for mesh in found}))
         raise HintError(
             f"The hint micro_batch_size={hints.micro_batch_size} does not divide the batch.",
             expected="a global batch of dp x micro_batch_size x a whole number of micro-batches",
@@ -188,7 +190,7 @@ def _fastest(
         return None
     best, pins_of = fitting[0], dict(pinned)
     others = list(fitting[1:])
-    if hints.zero is None and best.mesh.degree("dp") > 1:
+    if hints.zero is None and any(degree(best.mesh, axis) > 1 for axis in STATE_AXES):
         other = task.solve(best.mesh, replace(pins_of[best.mesh], zero=0 if best.zero == 3 else 3), float("inf"))
         others += [other] if other is not None and other.zero != best.zero else []
     alternatives = [_alternative(best, s, budget) for s in others]
@@ -220,7 +222,7 @@ def _alternative(best: Solved, other: Solved, budget: float) -> Alternative:
     reason = f"{ratio:.2f}x the time" + (f": {', '.join(parts)}" if parts else "")
     if other.peak_memory > budget:
         reason = f"needs {(other.peak_memory - budget) / 2**30:.2f} GiB more than fits"
-    return Alternative(dict(other.mesh.axes), other.zero, other.step_time, other.peak_memory, reason)
+    return Alternative(degrees(other.mesh), other.zero, other.step_time, other.peak_memory, reason)
 
 
 def _change(other: float, best: float) -> str:
@@ -233,7 +235,7 @@ def _unfit(task: _Task, mesh: Mesh, pins: Pins, budget: float) -> Alternative | 
     if solved is None:
         return None
     reason = f"needs {(task.least_memory(mesh, pins)[0] - budget) / 2**30:.2f} GiB more than fits"
-    return Alternative(dict(mesh.axes), solved.zero, solved.step_time, solved.peak_memory, reason)
+    return Alternative(degrees(mesh), solved.zero, solved.step_time, solved.peak_memory, reason)
 
 
 def _smallest(
@@ -247,7 +249,7 @@ def _smallest(
     if plan is None:
         raise HintError(
             "the hints cannot be kept together",
-            expected=f"a mesh dp x tp = {task.setting.cluster.size} on which every hinted dim divides",
+            expected=f"a mesh dp x cp x tp = {task.setting.cluster.size} on which every hinted dim divides",
             found=f"none for {hints.to_dict()}",
             change="drop a hint of shard, or give degrees that divide its dims",
         )
@@ -281,7 +283,8 @@ def _no_plan(
     """By how many bytes a budget is too small for the ``smallest`` plan, and for the smallest without hints."""
 
     def describe(mesh: Mesh, least: float) -> str:
-        return f"{', '.join(f'{a}={n}' for a, n in mesh.axes)} with {math.ceil(least)} bytes ({bytes_text(least)})"
+        axes = ", ".join(f"{a}={n}" for a, n in degrees(mesh).items() if a in mesh.names)
+        return f"{axes} with {math.ceil(least)} bytes ({bytes_text(least)})"
 
     (least, plan), (free, other) = smallest, unhinted
     source = (
@@ -306,7 +309,7 @@ def _no_plan(
 
 
 def _parameter_plan(p: Parameter, storage: Layout, zero: Zero) -> ParameterPlan:
-    kept = zero.keeping(DATA_AXIS in storage.split_axes, p.master is not None)
+    kept = zero.keeping(bool(state_axes(storage)), p.master is not None)
     return ParameterPlan(p.spec.shape, storage, kept.copy, kept.gradient)
 
 
@@ -323,9 +326,10 @@ def _plan(
     return Plan(
         model=type(model).__name__,
         structure=structure_hash((name, p.shape) for name, p in parameters.items()),
-        degrees={"pp": hints.pp or 1, **dict(best.mesh.axes)},
+        degrees={"pp": hints.pp or 1, **degrees(best.mesh)},
         zero=best.zero,
-        micro_batch_size=max(1, batch // best.mesh.degree("dp") // count),
+        zero_group_size=zero_group_size(best.mesh),
+        micro_batch_size=max(1, batch // data_degree(best.mesh) // count),
         num_micro_batches=count,
         schedule=task.pipeline.schedule if task.pipeline else None,
         stages=task.pipeline.stages if task.pipeline else (units(task.setting.captured, task.setting.operators),),

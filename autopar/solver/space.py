@@ -20,16 +20,14 @@ from torch import fx
 
 from autopar.capture.graph import Captured, Parameter
 from autopar.sharding.assignment import AliasKey, Assignment
+from autopar.sharding.axes import BATCH_AXES, CONTEXT_AXIS, STATE_AXES, TOKEN_AXES, batch_pieces, degree, state_axes
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
-from autopar.sharding.operators import Operator, Operators, Value, splits_batch, value_of
+from autopar.sharding.operators import Operator, Operators, Value, own_factors, splits_batch, value_of
 from autopar.sharding.rule import REPLICATE, Choice, Strategy, layouts, strategies
 from autopar.solver.alike import alike
 from autopar.solver.program import Ints
 
 aten = torch.ops.aten
-
-#: The axis that carries data parallelism: it splits the batch and nothing else (DESIGN section 8).
-DATA_AXIS = "dp"
 
 
 @dataclass(frozen=True)
@@ -37,17 +35,17 @@ class Pins:
     """What is decided already.
 
     ``storage(name, layout)`` says whether a parameter may rest in a layout, ``operator(node, strategy)`` whether an
-    operator may take a strategy; ``zero`` 0 or 3 settles what the data axis does with parameters, ``zero_dims`` which
-    dim it splits, by name. Pins only close options: the space is the same with and without. ``strict`` pins (hints)
-    may leave no option; others (a plan carried to other shapes) then fall back to all. ``inputs`` are the layouts of
-    the batch's tensors that do not come whole to every rank. With ``micro_batches`` only what is left of the batch in
-    each of them can be split.
+    operator may take a strategy; ``zero`` 0 or 3 settles whether parameters rest split over dp and cp, ``zero_dims``
+    which dim an axis then splits, by name. Pins only close options: the space is the same with and without. ``strict``
+    pins (hints) may leave no option; others (a plan carried to other shapes) then fall back to all. ``inputs`` are the
+    layouts of the batch's tensors that do not come whole to every rank. With ``micro_batches`` only what is left of the
+    batch in each of them can be split.
     """
 
     storage: Callable[[str, Layout], bool] = lambda name, layout: True
     operator: Callable[[fx.Node, Strategy], bool] = lambda node, strategy: True
     zero: int | None = None
-    zero_dims: Mapping[str, int] = field(default_factory=dict)
+    zero_dims: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     strict: bool = True
     inputs: Mapping[fx.Node, Layout] = field(default_factory=dict)
     micro_batches: int = 1
@@ -187,26 +185,29 @@ class SpaceBuilder:
         return allowed if self.pins.strict or any(allowed) else [True] * len(allowed)
 
     def _may_rest(self, p: Parameter, layout: Layout, options: list[Layout]) -> bool:
-        """Whether pins let a parameter rest in ``layout``. ZeRO-3 asks for the data axis only where a dim divides, also
+        """Whether pins let a parameter rest in ``layout``. ZeRO-3 asks for a split only where a dim divides, also
         beside what other pins split."""
-        sharded = DATA_AXIS in layout.split_axes
+        sharded = bool(state_axes(layout))
         if not self.pins.storage(p.name, layout) or (self.pins.zero == 0 and sharded):
             return False
         if self.pins.zero != 3 or sharded:
             return True
-        return not any(DATA_AXIS in other.split_axes and self.pins.storage(p.name, other) for other in options)
+        return not any(state_axes(other) and self.pins.storage(p.name, other) for other in options)
 
     def _tensor_layouts(self, value: Value) -> list[Layout]:
-        """Layouts without outstanding reductions in which a tensor may be shared: on the data axis the batch, where
-        the tensor has one that divides; on the others any dim."""
+        """Layouts without outstanding reductions in which a tensor may be shared: on the axes of the batch and of the
+        sequence that dim, where the tensor has one that divides; on the others any dim."""
         spec, batch = self.operators.specs[value], self.operators.batch_dims[value]
         shape = self._of_micro_batch(spec.shape, batch)
         per_axis: list[list[int | None]] = []
         for axis, n in self.mesh.axes:
             dims = [d for d, size in enumerate(shape) if n > 1 and size > 1 and size % n == 0]
-            if axis == DATA_AXIS and not self.axes_split_all:
-                dims = [d for d in dims if d in batch]
+            if axis in BATCH_AXES and not self.axes_split_all:
+                dims = [d for d in dims if d in batch and shape[d] % batch_pieces(self.mesh, axis) == 0]
                 per_axis.append([*dims] if dims else [None])
+            elif axis == CONTEXT_AXIS and not self.axes_split_all:
+                dims = [d for d in dims if d in self.operators.sequence.dims[value] - batch]
+                per_axis.append([*dims] if dims and spec.dtype.is_floating_point else [None, *dims])
             else:
                 per_axis.append([None, *dims])
         found = []
@@ -223,10 +224,10 @@ class SpaceBuilder:
         return tuple(size // m if d in batch and size % m == 0 else size for d, size in enumerate(shape))
 
     def _storage_layouts(self, p: Parameter) -> list[Layout]:
-        """Where a parameter may rest: any dim on the other axes; on the data axis (ZeRO) the first dim that is free and
-        divides, else inside the dim that another axis splits."""
+        """Where a parameter may rest: any dim on tp; on dp and cp (ZeRO) the first dim that is free and divides, else
+        inside the dim that tp splits."""
         shape, ndim = p.spec.shape, len(p.spec.shape)
-        others = [(axis, n) for axis, n in self.mesh.axes if axis != DATA_AXIS and n > 1]
+        others = [(axis, n) for axis, n in self.mesh.axes if axis not in TOKEN_AXES and n > 1]
         dims = [[None, *(d for d in range(ndim) if shape[d] > 1 and shape[d] % n == 0)] for _, n in others]
         found = []
         for choice in itertools.product(*dims):
@@ -235,20 +236,29 @@ class SpaceBuilder:
             if not base.divides(self.mesh, shape):
                 continue
             found.append(base)
-            sharded = self._zero_layout(base, shape, self.pins.zero_dims.get(p.name))
-            if sharded is not None:
+            sharded = self._zero_layout(base, shape, self.pins.zero_dims.get(p.name, {}))
+            if sharded != base:
                 found.append(sharded)
         return found
 
-    def _zero_layout(self, base: Layout, shape: Sequence[int], dim: int | None) -> Layout | None:
-        if DATA_AXIS not in self.mesh.names or self.mesh.degree(DATA_AXIS) == 1:
-            return None
-        n = self.mesh.degree(DATA_AXIS)
+    def _zero_layout(self, base: Layout, shape: Sequence[int], hinted: Mapping[str, int]) -> Layout:
+        """``base`` with the axes of ZeRO inside: in one dim where one divides, else each where it does, or nowhere."""
+        axes = [axis for axis in STATE_AXES if degree(self.mesh, axis) > 1]
         free = [d for d in range(len(shape)) if not base.dims[d]] + [d for d in range(len(shape)) if base.dims[d]]
-        for d in free if dim is None else [dim]:
-            if shape[d] > 0 and shape[d] % (base.splits(self.mesh, d) * n) == 0:
-                return Layout((*base.dims[:d], (*base.dims[d], DATA_AXIS), *base.dims[d + 1 :]))
-        return None
+
+        def split(layout: Layout, together: Sequence[str]) -> Layout:
+            n = math.prod(self.mesh.degree(axis) for axis in together)
+            dims = dict.fromkeys(hinted[axis] for axis in together if axis in hinted)
+            for d in (dims or free) if len(dims) < 2 else ():
+                if shape[d] > 0 and shape[d] % (layout.splits(self.mesh, d) * n) == 0:
+                    return Layout((*layout.dims[:d], (*layout.dims[d], *together), *layout.dims[d + 1 :]))
+            return layout
+
+        if (together := split(base, axes)) != base:
+            return together
+        for axis in axes:
+            base = split(base, [axis])
+        return base
 
     # -- operators --------------------------------------------------------------------------------------------------
 
@@ -261,24 +271,38 @@ class SpaceBuilder:
         return self.offers[key]
 
     def _allowed(self, op: Operator) -> Callable[[str, Choice], bool]:
-        """What each axis may do: the data axis splits the batch wherever there is one that divides."""
-        batch = self.operators.batch_factors[op.node]
+        """What each axis may do: those of the batch and of the sequence split it wherever there is one that divides."""
 
         def allowed(axis: str, choice: Choice) -> bool:
             if self.mesh.degree(axis) == 1:
                 return choice == REPLICATE
-            if axis != DATA_AXIS or self.axes_split_all:
+            if self.axes_split_all:
                 return True
-            n = self.mesh.degree(axis) * self.pins.micro_batches
-            divides = any(op.rule.sizes[f] % n == 0 and f not in op.rule.fixed for f in batch)
-            return splits_batch(choice, batch) if divides and choice.linear is None else choice.factor is None
+            own = own_factors(self.operators, op, axis)
+            if axis not in TOKEN_AXES:
+                return choice.factor is None or choice.factor in own
+            n = self.mesh.degree(axis)
+            if axis in BATCH_AXES:
+                n = batch_pieces(self.mesh, axis) * self.pins.micro_batches
+            divides = any(op.rule.sizes[f] % n == 0 and f not in op.rule.fixed for f in own)
+            if axis == CONTEXT_AXIS and not all(spec.dtype.is_floating_point for spec in op.call.results):
+                return choice.factor is None or choice.factor in own  # masks and positions are small, and needed whole
+            return splits_batch(choice, own) if divides and choice.linear is None else choice.factor is None
 
         return allowed
 
     def _strategies(self, op: Operator) -> list[Strategy]:
-        every = [s for s in strategies(op.rule, self.mesh, self._allowed(op)) if self._leaves_micro_batches(op, s)]
+        allowed = self._allowed(op)
+
+        def without(axes: Sequence[str]) -> list[Strategy]:
+            given_up = [axis for axis in axes if degree(self.mesh, axis) > 1]
+            return strategies(op.rule, self.mesh, lambda a, c: c.factor is None if a in given_up else allowed(a, c))
+
+        every = [s for s in without(()) if self._leaves_micro_batches(op, s)]
+        if not every and CONTEXT_AXIS in self.mesh.names:
+            every = [s for s in without([CONTEXT_AXIS]) if self._leaves_micro_batches(op, s)]
         if not every:  # the batch divides, but not inside this operator's compound dims
-            every = strategies(op.rule, self.mesh, lambda axis, choice: axis != DATA_AXIS or choice.factor is None)
+            every = without(TOKEN_AXES)
         return self._prefer_split(op, every) if op.is_heavy else every
 
     def _leaves_micro_batches(self, op: Operator, strategy: Strategy) -> bool:
@@ -291,8 +315,8 @@ class SpaceBuilder:
         return True
 
     def _prefer_split(self, op: Operator, every: list[Strategy]) -> list[Strategy]:
-        """Heavy operators are split on as many axes as possible; and an axis other than the data axis splits a factor
-        of the weight where one divides, since splitting the batch is what the data axis is for."""
+        """Heavy operators are split on as many axes as possible; and tp splits a factor of the weight where one
+        divides, since splitting the tokens is what the other axes are for."""
         most = max(sum(c.factor is not None and n > 1 for c, n in zip(s, self.mesh.sizes, strict=True)) for s in every)
         kept = [
             s
@@ -314,7 +338,7 @@ class SpaceBuilder:
             if all(
                 c.factor in weight
                 for (axis, n), c in zip(self.mesh.axes, s, strict=True)
-                if axis != DATA_AXIS and n > 1 and c.factor is not None
+                if axis not in TOKEN_AXES and n > 1 and c.factor is not None
             )
         ]
         return by_weight or kept
@@ -446,5 +470,6 @@ class SpaceBuilder:
 def build_space(
     captured: Captured, operators: Operators, mesh: Mesh, pins: Pins | None = None, *, axes_split_all: bool = False
 ) -> Space:
-    """The decisions of a captured graph on ``mesh``. ``axes_split_all`` lets the data axis split any factor."""
+    """The decisions of a captured graph on ``mesh``. ``axes_split_all`` lets the axes of the batch and of the sequence
+    split any factor."""
     return SpaceBuilder(captured, operators, mesh, pins or Pins(), axes_split_all).build()

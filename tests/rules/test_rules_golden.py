@@ -114,6 +114,7 @@ def test_attention_splits_batch_and_heads() -> None:
         "-": "[] [] [] -> [] []",
         "b": "[0:a] [0:a] [0:a] -> [0:a] [0:a]",
         "g": "[1:a] [1:a] [1:a] -> [1:a] [1:a]",
+        "positions": "[2:a] [] [] -> [2:a] [2:a]",
     }
 
 

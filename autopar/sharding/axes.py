@@ -1,0 +1,83 @@
+"""The axes on which ranks are laid out, and what each of them is for (DESIGN section 8).
+
+Ranks = pp x dp x cp x tp. ``dp`` splits the batch, ``cp`` the sequence (and heads inside attention), ``tp`` anything. A
+parameter is split over tp alone where it is used; where it rests, ZeRO splits it over dp and cp too. With hybrid ZeRO,
+which shards inside of groups of dp and replicates across them, the mesh has the groups as an axis of their own,
+`REPLICATE_AXIS`, and `DATA_AXIS` are the ranks of one group: together they are the degree dp of a plan.
+"""
+
+from __future__ import annotations
+
+import math
+
+from autopar.sharding.layout import Layout, Mesh
+
+#: Across the groups of hybrid ZeRO: the batch is split, nothing rests split.
+REPLICATE_AXIS = "dp_replicate"
+#: The batch; ZeRO.
+DATA_AXIS = "dp"
+#: The sequence, and heads inside attention; ZeRO.
+CONTEXT_AXIS = "cp"
+#: Anything.
+TENSOR_AXIS = "tp"
+
+#: Axes that split the batch and nothing else, outermost first.
+BATCH_AXES = (REPLICATE_AXIS, DATA_AXIS)
+#: Axes over which ZeRO may split what rests: parameters are whole on them where they are used.
+STATE_AXES = (DATA_AXIS, CONTEXT_AXIS)
+#: Axes over which the tokens are split, so that gradients of parameters are sums over them.
+TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)
+
+
+def make_mesh(dp: int, cp: int, tp: int, zero_group_size: int | None = None) -> Mesh:
+    """The device mesh of a pipeline stage. tp is innermost, so its ranks are neighbours. ``zero_group_size`` (a divisor
+    of ``dp``) makes two axes of dp; cp is left out where its degree is 1, because nothing would be on it."""
+    groups = () if zero_group_size in (None, dp) else ((REPLICATE_AXIS, dp // zero_group_size),)
+    inside = dp // groups[0][1] if groups else dp
+    context = ((CONTEXT_AXIS, cp),) if cp > 1 else ()
+    return Mesh((*groups, (DATA_AXIS, inside), *context, (TENSOR_AXIS, tp)))
+
+
+def batch_pieces(mesh: Mesh, axis: str) -> int:
+    """In how many pieces the batch is cut by one of `BATCH_AXES` and those outside of it."""
+    return math.prod(degree(mesh, other) for other in BATCH_AXES[: BATCH_AXES.index(axis) + 1])
+
+
+def data_degree(mesh: Mesh) -> int:
+    """Over how many ranks the batch is split: the degree dp of a plan."""
+    return batch_pieces(mesh, DATA_AXIS)
+
+
+def data_rank(mesh: Mesh, rank: int) -> int:
+    """Which of the `data_degree` parts of the batch ``rank`` works on; of a pipeline any stage's rank will do."""
+    where = dict(zip(mesh.names, mesh.coordinates(rank), strict=True))
+    return where.get(REPLICATE_AXIS, 0) * mesh.degree(DATA_AXIS) + where[DATA_AXIS]
+
+
+def degree(mesh: Mesh, axis: str) -> int:
+    """Size of an axis, 1 if the mesh has none of that name."""
+    return mesh.degree(axis) if axis in mesh.names else 1
+
+
+def degrees(mesh: Mesh) -> dict[str, int]:
+    """The degrees dp, cp and tp that a mesh stands for."""
+    return {
+        DATA_AXIS: data_degree(mesh),
+        CONTEXT_AXIS: degree(mesh, CONTEXT_AXIS),
+        TENSOR_AXIS: degree(mesh, TENSOR_AXIS),
+    }
+
+
+def zero_group_size(mesh: Mesh) -> int | None:
+    """Over how many ranks of dp hybrid ZeRO shards on ``mesh``; None without it."""
+    return mesh.degree(DATA_AXIS) if REPLICATE_AXIS in mesh.names else None
+
+
+def state_axes(layout: Layout) -> tuple[str, ...]:
+    """The axes over which ZeRO splits a parameter that rests in ``layout``; empty if it rests whole on all of them."""
+    return tuple(axis for axis in STATE_AXES if axis in layout.split_axes)
+
+
+def state_ranks(layout: Layout, mesh: Mesh) -> int:
+    """Over how many ranks ZeRO splits a parameter that rests in ``layout``."""
+    return math.prod(mesh.degree(axis) for axis in state_axes(layout))
