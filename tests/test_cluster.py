@@ -88,6 +88,13 @@ BASE = 'preset = "h100-sxm"\nhosts = 1\ndevices_per_host = 8\n'
     (BASE + "[device.peak_tflops]\nbf61 = 1", ["'bf61'", "bf16"]),
     (BASE + '[device]\nscale_up_link = "nvlink44"', ["nvlink44", "nvlink4"]),
     (BASE + '[device]\nlinks.nvlink4.p2p = 3\n', ["p2p", "missing or incomplete"]),
+    (BASE + '[device]\nattention_kernel = "hopper_flash"', ["attention_kernel", "did you mean", "hopper_flash2"]),
+    (BASE + "[device]\nattention = { forward = { 64 = 0.3 } }", ["attention is incomplete", "same head dims"]),
+    (BASE + "[device]\nattention = { forward = { small = 0.3 } }", ["'small'"]),
+    (BASE + "[device]\nattention = { causl = 0.9 }", ["'causl'", "did you mean causal"]),
+    (BASE + "[device]\nmatmul_tiles = [[128, 0]]", ["matmul_tiles", "[rows, columns]", "[[128, 0]]"]),
+    (BASE + "[device]\nmatmul_tiles = []", ["matmul_tiles", "[rows, columns]"]),
+    (BASE + "[device]\ncore_count = 1.5", ["core_count", "a whole number", "1.5"]),
     ('hosts = 1\ndevices_per_host = 1\n[device]\nname = "mine"\nsource = "me"', ["peak_tflops is missing"]),
 ])
 def test_load_refuses(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -223,8 +230,15 @@ def test_every_number_of_a_preset_has_a_source_and_makes_sense(name: str) -> Non
     sources: dict[str, Any] = device.spec["sources"]
     assert set(sources) <= set(device.spec), "a source for a key that does not exist"
     if name != "cpu":  # whose `source` says that all else was measured
-        assert {"peak_tflops", "memory_gib", "stream_gbs", "matmul_efficiency", "launch_overhead_us"} <= set(sources)
-    assert 0.5 < device.stream_efficiency <= 1 and 0.3 < device.matmul_efficiency <= 1
+        assert {
+            "peak_tflops", "memory_gib", "stream_gbs", "matmul_efficiency", "sustained", "matmul_ramp_us", "core_count",
+            "matmul_tiles", "tile_loss", "tile_overhead_k", "kernel_overhead_us", "launch_overhead_us",
+            "attention_kernel",
+        } <= set(sources)  # fmt: skip
+    assert 0.5 < device.stream_efficiency <= 1 and 0.3 < device.matmul_efficiency <= 1 and 0.8 < device.sustained <= 1
+    kernel = device.attention
+    assert kernel.source and max(kernel.backward) <= max(kernel.forward) < 1 and 0.5 < kernel.causal <= 1
+    assert list(kernel.head_dims) == sorted(kernel.head_dims)
     assert device.network.bandwidth < device.scale_up.bandwidth < device.memory_bandwidth * 1.001
     for link in (device.scale_up, device.network):
         for constants in device.links[link.name].values():
