@@ -25,13 +25,14 @@ from autopar.schedule import Action, Step, global_order, needed, order
 class PipelineTime:
     """``makespan``: seconds from 0 to the end of the last action; ``busy``: seconds of work of every rank;
     ``in_flight``: the most micro-batches, counted by stage, of which a rank holds activations at once; ``starts`` and
-    ``ends`` of every step of every rank."""
+    ``ends`` of every step of every rank, and when every message of the script (`Script.messages`) ``departs``."""
 
     makespan: float
     busy: tuple[float, ...]
     in_flight: tuple[int, ...]
     starts: tuple[tuple[float, ...], ...] = ()
     ends: tuple[tuple[float, ...], ...] = ()
+    departs: tuple[float, ...] = ()
 
     @property
     def bubble(self) -> float:
@@ -74,7 +75,7 @@ class Script:
         """Steps in an order in which they can be simulated: the rank of each, places of its actions in ``kinds``, the
         messages that it waits for, and those that it sends."""
         place = {kind: i for i, kind in enumerate(self.kinds)}
-        sent = {message: i for i, message in enumerate(self._messages)}
+        sent = {message: i for i, message in enumerate(self.messages)}
         found = []
         for step in global_order(self.rows, self.stages):
             # on one rank an action comes after what it needs by the order of the rank
@@ -87,10 +88,10 @@ class Script:
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
         """For every message the stage that sends it and the stage that it goes to."""
-        return tuple((a.stage, a.stage + (1 if a.kind == "F" else -1)) for a in self._messages)
+        return tuple((a.stage, a.stage + (1 if a.kind == "F" else -1)) for a in self.messages)
 
     @cached_property
-    def _messages(self) -> list[Action]:
+    def messages(self) -> list[Action]:
         """The actions that send something to another rank."""
         found = []
         for row in self.rows:
@@ -104,9 +105,13 @@ class Script:
         return [a for either in needed(action, self.stages) for a in either]
 
 
-@functools.lru_cache(maxsize=512)
-def script(schedule: str, pp: int, stages: int, micro_batches: int) -> Script:
-    """The script of a schedule (`autopar.schedule.order`)."""
+@functools.lru_cache(maxsize=256)
+def script(schedule: str | None, pp: int, stages: int, micro_batches: int, trained: bool = True) -> Script:
+    """The script of a schedule (`autopar.schedule.order`); without one a rank runs its micro-batches one after the
+    other, of a model that is not ``trained`` the forwards alone."""
+    if schedule is None:
+        kinds = "FB" if trained else "F"
+        return Script((tuple((Action(0, kind, m),) for m in range(micro_batches) for kind in kinds),), stages)
     return Script(tuple(map(tuple, order(schedule, pp, stages, micro_batches))), stages)
 
 
@@ -124,7 +129,7 @@ def simulate(
     by_link = {link: transfer(*link) if callable(transfer) else transfer for link in dict.fromkeys(found.links)}
     travels = [by_link[link] for link in found.links]
     ways = [(found.ranks[a], found.ranks[b]) for a, b in found.links]
-    arrived, link_free = [0.0] * len(travels), dict.fromkeys(ways, 0.0)
+    departs, arrived, link_free = [0.0] * len(travels), [0.0] * len(travels), dict.fromkeys(ways, 0.0)
     free, busy = [*begin] or [0.0] * len(found.rows), [0.0] * len(found.rows)
     starts: list[list[float]] = [[] for _ in found.rows]
     ends: list[list[float]] = [[] for _ in found.rows]
@@ -137,14 +142,14 @@ def simulate(
         end = start + work
         for message in sends:
             way = ways[message]
-            arrived[message] = link_free[way] = max(end, link_free[way]) + travels[message]
+            departs[message] = max(end, link_free[way])
+            arrived[message] = link_free[way] = departs[message] + travels[message]
         free[rank] = end
         busy[rank] += work
         starts[rank].append(start)
         ends[rank].append(end)
-    return PipelineTime(
-        max(free), tuple(busy), found.in_flight, tuple(map(tuple, starts)), tuple(map(tuple, ends))
-    )
+    times = (tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(departs))
+    return PipelineTime(max(free), tuple(busy), found.in_flight, *times)
 
 
 def most_held(row: Sequence[Step], size: Callable[[int], float]) -> float:

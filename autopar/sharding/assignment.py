@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import fx
 
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
-from autopar.sharding.operators import Operators, Value
+from autopar.sharding.operators import Operator, Operators, Value
 from autopar.sharding.redistribute import Step, redistribution
 from autopar.sharding.rule import Strategy, layouts
 
@@ -106,6 +106,13 @@ def result_layouts(operators: Operators, assignment: Assignment) -> dict[Value, 
 def transfers(operators: Operators, outputs: list[tuple[Value, bool]], assignment: Assignment) -> Iterator[Transfer]:
     """Every redistribution of an assignment, in the order in which the shard pass emits it. ``outputs`` are the values
     of the graph's outputs with their direction."""
+    return (transfer for _, transfer in routed(operators, outputs, assignment))
+
+
+def routed(
+    operators: Operators, outputs: list[tuple[Value, bool]], assignment: Assignment
+) -> Iterator[tuple[Operator | None, Transfer]]:
+    """`transfers` with the operator for which each is made first; None for the graph's outputs."""
     produced = result_layouts(operators, assignment)
     router = Router(assignment.mesh)
     for op in operators:
@@ -114,8 +121,9 @@ def transfers(operators: Operators, outputs: list[tuple[Value, bool]], assignmen
         for value, layout in zip(op.operands, wanted, strict=True):
             own, alias = produced[value], assignment.aliases.get(AliasKey(value, backward, block))
             if layout != own or (alias is not None and alias != own):
-                yield from router.route(value, operators.specs[value], backward, own, alias, layout)
+                for transfer in router.route(value, operators.specs[value], backward, own, alias, layout):
+                    yield op, transfer
     for i, ((value, backward), layout) in enumerate(zip(outputs, assignment.sinks, strict=True)):
         alias = assignment.sink_aliases.get(i)
         for transfer in router.route(value, operators.specs[value], backward, produced[value], alias, layout):
-            yield replace(transfer, output=True)
+            yield None, replace(transfer, output=True)

@@ -4,21 +4,48 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
 
 from autopar.capture.graph import Captured
 from autopar.cost_model.communication import wire_bytes
 from autopar.plan import Collective
-from autopar.sharding.assignment import Assignment, Transfer, transfers
+from autopar.sharding.assignment import Assignment, Transfer, routed
 from autopar.sharding.axes import BATCH_AXES, REPLICATE_AXIS
 from autopar.sharding.buckets import Piece, Pieces, buckets, is_known_early, merged
-from autopar.sharding.operators import Operators
+from autopar.sharding.operators import Operator, Operators
 from autopar.sharding.recompute import Kept
 from autopar.sharding.redistribute import LOCAL, whole_elements
 from autopar.sharding.zero import Keeping
 from autopar.solver.costs import Prices
 from autopar.solver.space import output_values
 
-_Issued = tuple[str, str, str, int]  # kind, axis, purpose, bytes of the whole tensor
+#: The stage that issues a redistribution, by the operator that reads it (None: an output of the graph).
+StageOf = Callable[[Operator | None, Transfer], int]
+
+
+@dataclass(frozen=True)
+class Issue:
+    """One collective that a stage issues ``times`` times a step, of ``nbytes`` bytes of the whole tensor.
+
+    ``phase`` is the graph that issues it: ``once`` at the step's start, ``forward`` or ``backward`` every micro-batch,
+    ``finish`` at the step's end. It is needed by the operator ``reader`` (the first of a bucket's; None: by none),
+    which with ``again`` the backward runs again; or it is a reduction that starts when the operator ``ready`` is done.
+    ``depth`` counts the collectives of the same tensors before it.
+    """
+
+    kind: str
+    axis: str
+    purpose: str
+    nbytes: int
+    times: int
+    stage: int
+    phase: str
+    reader: fx.Node | None
+    again: bool = False
+    ready: fx.Node | None = None
+    depth: int = 0
 
 
 def collectives(
@@ -29,69 +56,149 @@ def collectives(
     held: Kept,
     keep: Mapping[str, Keeping],
     micro_batches: int = 1,
-    only: Callable[[Transfer], bool] = lambda transfer: True,
 ) -> tuple[Collective, ...]:
-    """All collectives of a step by kind, axis and purpose. What the backward issues itself it does not make again, nor
-    what is kept from the forward; collectives of parameters and gradients are issued every micro-batch or once, as
-    ``keep`` has it by parameter, and so are those of what carries the batch, of a part of it each time. ``only`` picks
-    the redistributions that count, for a part of the model."""
-    totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
-    every = _issued(captured, operators, assignment, held, keep, micro_batches, only)
-    for (kind, axis, purpose, nbytes), times in every:
-        total = totals[kind, axis, purpose]
-        total[0] += times
-        total[1] += times * nbytes
-        total[2] += times * float(wire_bytes(kind, nbytes, assignment.mesh.degree(axis)))
-        total[3] += times * prices.collective_seconds(kind, axis, nbytes)
+    """All collectives of a step by kind, axis and purpose, of `issued`."""
+    return totals(issued(captured, operators, assignment, held, keep, micro_batches), prices)
+
+
+def totals(issues: Iterable[Issue], prices: Prices) -> tuple[Collective, ...]:
+    """Collectives by kind, axis and purpose."""
+    found: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
+    for i in issues:
+        total = found[i.kind, i.axis, i.purpose]
+        total[0] += i.times
+        total[1] += i.times * i.nbytes
+        total[2] += i.times * float(wire_bytes(i.kind, i.nbytes, prices.mesh.degree(i.axis)))
+        total[3] += i.times * prices.collective_seconds(i.kind, i.axis, i.nbytes)
     return tuple(
         Collective(kind, axis, purpose, int(t[0]), int(t[1]), int(t[2]), t[3])
-        for (kind, axis, purpose), t in sorted(totals.items())
+        for (kind, axis, purpose), t in sorted(found.items())
     )
 
 
-def _issued(
+def issued(
     captured: Captured,
     operators: Operators,
     assignment: Assignment,
     held: Kept,
     keep: Mapping[str, Keeping],
-    micro_batches: int,
-    only: Callable[[Transfer], bool],
-) -> Iterable[tuple[_Issued, int]]:
-    """Every collective of both directions, those of a bucket as one, and how many times it is issued."""
-    named = [(p.name, p.placeholder, p.gradient) for p in captured.parameters]
-    reader = Pieces(operators, assignment.mesh, named)
-    first = list(transfers(operators, output_values(captured), assignment))
-    own = {(transfer.value, step) for transfer in first if transfer.backward for step in transfer.steps}
-    before = {(transfer.value, step) for transfer in first if not transfer.backward for step in transfer.steps}
-    pieces: dict[tuple[str, int], list[Piece]] = defaultdict(list)  # by the graph that issues them, and how often
-    for transfer in (*first, *held.transfers.values()):
-        if not only(transfer):
-            continue
-        again = held.transfers.get((transfer.value, transfer.target)) is transfer
-        for step, piece in zip(transfer.steps, reader.of(transfer), strict=True):
-            if step.kind in LOCAL or (again and (transfer.value, step) in own):
+    micro_batches: int = 1,
+    stage: StageOf = lambda op, transfer: 0,
+) -> list[Issue]:
+    """Every collective of a step, those of a bucket as one. What the backward issues itself it does not make again, nor
+    what is kept from the forward; collectives of parameters and gradients are issued every micro-batch or once, as
+    ``keep`` has it by parameter, and so are those of what carries the batch, of a part of it each time."""
+    return _Reader(captured, operators, assignment, held, keep, micro_batches, stage).read()
+
+
+class _Reader:
+    """Reads the collectives off the redistributions of an assignment."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        operators: Operators,
+        assignment: Assignment,
+        held: Kept,
+        keep: Mapping[str, Keeping],
+        micro_batches: int,
+        stage: StageOf,
+    ) -> None:
+        self.operators, self.mesh, self.keep, self.held = operators, assignment.mesh, keep, held
+        self.micro_batches, self.stage = micro_batches, stage
+        named = [(p.name, p.placeholder, p.gradient) for p in captured.parameters]
+        self.pieces = Pieces(operators, assignment.mesh, named)
+        self.nodes = list(operators.by_node)
+        self.first = list(routed(operators, output_values(captured), assignment))
+        self.own = {(t.value, step) for _, t in self.first if t.backward for step in t.steps}
+        self.before = {(t.value, step) for _, t in self.first if not t.backward for step in t.steps}
+        #: Pieces with their readers, by stage, graph and how often they are issued.
+        self.waiting: dict[tuple[int, str, int, bool], list[tuple[Piece, fx.Node | None]]] = defaultdict(list)
+        self.found: list[Issue] = []
+
+    def read(self) -> list[Issue]:
+        for op, transfer in self.first:
+            self._transfer(op, transfer, again=False)
+        for transfer, op in zip(self.held.transfers.values(), self._readers_again(), strict=True):
+            self._transfer(op, transfer, again=True)
+        for (stage, phase, times, again), members in self.waiting.items():
+            for places in buckets([piece for piece, _ in members]):
+                self._bucket([members[i] for i in places], stage, phase, times, again)
+        return self.found
+
+    def _readers_again(self) -> list[Operator | None]:
+        """For every redistribution that is made again the first operator made again that reads its value."""
+        readers = []
+        for value, _ in self.held.transfers:
+            users = (node for node, _ in self.operators.consumers.get(value, ()) if node in self.held.operators)
+            readers.append(next((self.operators.by_node[node] for node in users), None))
+        return readers
+
+    def _transfer(self, op: Operator | None, transfer: Transfer, again: bool) -> None:
+        stage = self.stage(op, transfer)
+        for step, piece in zip(transfer.steps, self.pieces.of(transfer), strict=True):
+            if step.kind in LOCAL or (again and (transfer.value, step) in self.own):
                 continue
-            if piece is not None and piece.purpose == "activations":
-                early = micro_batches > 1 and is_known_early(operators, transfer.value)
-                pieces["once" if early else "backward" if again else "forward", 1].append(piece)
-            elif piece is not None:
-                backward, kept = again or transfer.backward, keep[piece.name]
-                if piece.purpose == "gradients":
-                    once = kept.gradient == "step" or piece.axis == REPLICATE_AXIS
-                    pieces["gradients", 1 if once else micro_batches].append(piece)
-                elif kept.copy == "use" or not backward or (transfer.value, step) not in before:
-                    once, direction = kept.copy == "step", "backward" if backward else "forward"
-                    pieces["once" if once else direction, 1 if once else micro_batches].append(piece)
-            if piece is not None:
+            if piece is None:
+                nbytes = whole_elements(step, self.mesh, transfer.spec.shape) * transfer.spec.dtype.itemsize
+                self._alone(op, transfer, step.kind, step.axis, nbytes, stage, again)
                 continue
-            nbytes = whole_elements(step, assignment.mesh, transfer.spec.shape) * transfer.spec.dtype.itemsize
-            parts = micro_batches if operators.batch_dims[transfer.value] else 1
-            yield (step.kind, step.axis, _purpose(transfer, reader), nbytes // parts), parts
-    for (_, times), phase in pieces.items():
-        for places in buckets(phase):
-            whole = merged([phase[i] for i in places])
-            yield (whole.kind, whole.axis, whole.purpose, whole.nbytes), times
+            kept = None if piece.purpose == "activations" else self.keep[piece.name]
+            known = kept is not None and kept.copy != "use" and (transfer.value, step) in self.before
+            if piece.purpose == "parameters" and known and (again or transfer.backward):
+                continue  # the backward reads the forward's copy
+            phase, times = self._phase_of(piece, kept, transfer, again)
+            self.waiting[stage, phase, times, again].append((piece, op.node if op is not None else None))
+
+    def _phase_of(self, piece: Piece, kept: Keeping | None, transfer: Transfer, again: bool) -> tuple[str, int]:
+        """The graph that issues a piece, and how often."""
+        once = self.micro_batches == 1
+        direction = "backward" if again or transfer.backward else "forward"
+        if kept is None:  # a number
+            if once or again:
+                return direction, 1
+            return "once" if is_known_early(self.operators, transfer.value) else "finish", 1
+        if piece.purpose == "gradients":
+            late = kept.gradient == "step" or piece.axis == REPLICATE_AXIS
+            return ("finish", 1) if late and not once else ("backward", self.micro_batches)
+        return ("once", 1) if kept.copy == "step" else (direction, self.micro_batches)
+
+    def _alone(
+        self, op: Operator | None, transfer: Transfer, kind: str, axis: str, nbytes: int, stage: int, again: bool
+    ) -> None:
+        """A collective that shares no bucket."""
+        direction = "backward" if again or transfer.backward else "forward"
+        parts = self.micro_batches if self.operators.batch_dims[transfer.value] else 1
+        if parts < self.micro_batches:  # the same for all micro-batches
+            direction = "finish" if transfer.output or direction == "backward" else "once"
+        reader = op.node if op is not None else None
+        purpose = _purpose(transfer, self.pieces)
+        ready = transfer.value.node if op is None and transfer.value.node in self.operators.by_node else None
+        self.found.append(
+            Issue(kind, axis, purpose, nbytes // parts, parts, stage, direction, reader, again, ready)
+        )
+
+    def _bucket(
+        self, members: list[tuple[Piece, fx.Node | None]], stage: int, phase: str, times: int, again: bool
+    ) -> None:
+        whole = merged([piece for piece, _ in members])
+        readers = [node for _, node in members if node is not None]
+        ready = self.nodes[whole.ready] if whole.purpose == "gradients" and whole.ready >= 0 else None
+        self.found.append(
+            Issue(
+                whole.kind,
+                whole.axis,
+                whole.purpose,
+                whole.nbytes,
+                times,
+                stage,
+                phase,
+                readers[0] if readers and ready is None else None,
+                again,
+                ready,
+                whole.depth,
+            )
+        )
 
 
 def _purpose(transfer: Transfer, reader: Pieces) -> str:

@@ -30,7 +30,6 @@ from autopar.solver.program import Solution, solve
 from autopar.solver.setting import Setting
 from autopar.solver.space import Pins
 from autopar.solver.spmd import Solved, account, make_program, read
-from autopar.solver.staged import staged
 from autopar.workload import Workload
 
 #: What `Plan.gap` is a bound over.
@@ -89,8 +88,7 @@ class _Task:
 
     def _account(self, assignment: Assignment, solution: Solution, pins: Pins) -> Solved:
         """What an assignment costs, of a whole step on a mesh or of a pipeline of such meshes."""
-        solved = account(self.setting, assignment, solution, pins.micro_batches)
-        return solved if self.pipeline is None else staged(solved, self.setting, pins.micro_batches, self.pipeline)
+        return account(self.setting, assignment, solution, pins.micro_batches, self.pipeline)
 
 
 def structure_hash(names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str:
@@ -153,15 +151,16 @@ def search(
     workload: Workload,
     hints: Hints,
     measure: Measure = lambda plan: plan,
+    compiled: bool = False,
 ) -> Plan:
-    """The fastest plan that fits. Where the peak that ``measure`` finds is more than that, room is left for it. Raises
-    HintError and InfeasibleError."""
+    """The fastest plan that fits, of graphs that are ``compiled`` or run operator by operator. Where the peak that
+    ``measure`` finds is more than that, room is left for it. Raises HintError and InfeasibleError."""
     shapes = {name: p.spec.shape for p in captured.parameters for name in (p.name, *p.aliases)}
     check_hints(hints, cluster.size, shapes)
     operators = read(captured)
     pipeline = make_pipeline(captured, operators, cluster, hints)
     zero = Zero(hints.zero, hints.reshard_after_forward is not False)
-    setting = Setting(captured, operators, cluster, workload.optimizer, hints.recompute or "none", zero)
+    setting = Setting(captured, operators, cluster, workload.optimizer, hints.recompute or "none", zero, compiled)
     check_recompute(setting.recompute, len(forward_blocks(operators)))
     task = _Task(setting, workload, pipeline)
     pins = hint_pins(captured, hints)
@@ -350,4 +349,5 @@ def _plan(
         workload=task.workload.to_dict(),
         hints=hints.to_dict(),
         flops_share=best.flops_share,
+        timing=best.timing,
     )

@@ -1,180 +1,293 @@
-"""What an assignment costs in a pipeline: each rank's own stages, and the order in which the schedule runs them."""
+"""What a step of an assignment takes, stage by stage: their programs, the schedule that runs them, and the account."""
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import fx
 
 from autopar.capture.graph import Captured
-from autopar.cost_model.bubble import most_held, simulate
+from autopar.cluster import Group
+from autopar.cost_model.bubble import most_held, script
 from autopar.cost_model.communication import collective_seconds, wire_bytes
+from autopar.cost_model.compute import Work
+from autopar.cost_model.step import Program, Simulated, Timing, simulate_step
 from autopar.plan import Collective
-from autopar.schedule import order, stage_ranks
-from autopar.sharding.assignment import result_layouts
-from autopar.sharding.layout import Layout
-from autopar.sharding.operators import Operators, Value
+from autopar.schedule import SPLIT_BACKWARD
+from autopar.sharding.assignment import Assignment, Transfer, result_layouts
+from autopar.sharding.operators import Operator, Operators, Value
 from autopar.sharding.recompute import kept, made_again
 from autopar.sharding.stages import homes, stage_of
-from autopar.solver.collectives import collectives
+from autopar.solver.actions import StageWork, accumulated_bytes, again_of, optimizer_time, programs
+from autopar.solver.collectives import issued, totals
 from autopar.solver.costs import Prices
+from autopar.solver.fusion import Fusion, fusion_of
 from autopar.solver.memory import memory_of
 from autopar.solver.pipeline import Pipeline
+from autopar.solver.program import Floats
 from autopar.solver.setting import Setting, keepings
-from autopar.solver.spmd import Solved, seconds_of
+from autopar.solver.work import local_work
 
 
 @dataclass(frozen=True)
-class _Stage:
-    """One stage over a whole step: seconds of forward, of the backward of inputs and of weights; its collectives; bytes
-    of activations of all micro-batches; FLOPs; and bytes that it sends to the next stage, with how many tensors."""
+class Priced:
+    """A step of an assignment: what it is simulated from, the simulation, the collectives of the slowest rank, bytes by
+    kind of the fullest, and the FLOPs of the rank with most of them over those of the whole model on one replica."""
 
-    seconds: dict[str, float]
+    timing: Timing
+    simulated: Simulated
     collectives: tuple[Collective, ...]
-    activations: float
-    flops: float
-    sent: int
-    tensors: int
-
-    @property
-    def each(self) -> float:
-        """Seconds of the collectives that are issued while micro-batches run."""
-        return sum(c.seconds for c in self.collectives if c.purpose != "gradients")
-
-    @property
-    def last(self) -> float:
-        """Seconds of the collectives of gradients, at the end of the step."""
-        return sum(c.seconds for c in self.collectives if c.purpose == "gradients")
-
-    @property
-    def total(self) -> float:
-        """Seconds of compute."""
-        return sum(self.seconds.values())
+    memory: dict[str, int]
+    share: float
 
 
-def staged(
-    solved: Solved, setting: Setting, micro_batches: int, pipeline: Pipeline
-) -> Solved:
-    """``solved``, an account of the whole model on the mesh of one stage, as that of a pipeline.
-
-    Seconds are those of the busiest rank, bytes those of the fullest; collectives, which are spread evenly over the
-    work of their stage, are the busiest rank's. The bubble is what the schedule leaves that rank to wait.
-    """
-    found = _Account(solved, setting, micro_batches, pipeline)
-    busiest = max(range(pipeline.pp), key=lambda r: found.time.busy[r])
-    own = found.of_rank(busiest)
-    compute, exposed = sum(s.total for s in own), sum(s.each + s.last for s in own)
-    end = found.time.makespan + max(sum(s.last for s in found.of_rank(r)) for r in range(pipeline.pp))
-    breakdown = {"compute": compute, "exposed communication": exposed, "bubble": end - compute - exposed}
-    flops = sum(s.flops for s in found.stages)
-    most = max(sum(s.flops for s in found.of_rank(r)) for r in range(pipeline.pp))
-    return replace(
-        solved,
-        breakdown=breakdown,
-        memory=max(map(found.memory, range(pipeline.pp)), key=lambda kinds: sum(kinds.values())),
-        collectives=(*_joined(own), *found.sent(busiest)),
-        bound=min(solved.bound / pipeline.pp, sum(breakdown.values())),
-        flops_share=solved.flops_share * (most / flops if flops else 1.0),
+def price_step(
+    setting: Setting, assignment: Assignment, micro_batches: int = 1, pipeline: Pipeline | None = None
+) -> Priced:
+    """Price a step of ``micro_batches`` on the mesh of the assignment, or with a ``pipeline`` on its ranks, each of
+    whose stages has such a mesh."""
+    stages = Stages(setting, assignment, micro_batches, pipeline)
+    timing = stages.timing()
+    simulated = simulate_step(timing, stages.script)
+    flops = [sum(op.flops for s in own for op in stages.operators_of[s]) for own in stages.of_rank]
+    whole = sum(flops)
+    return Priced(
+        timing,
+        simulated,
+        stages.collectives(simulated.rank),
+        max(map(stages.memory, range(stages.pp)), key=lambda kinds: sum(kinds.values())),
+        max(flops) / whole if whole else 1.0,
     )
 
 
-class _Account:
-    """The stages of one assignment, and the schedule that runs them."""
+class Stages:
+    """The stages of one assignment, each priced by itself: `work` and `programs` of a stage are what its actions do.
 
-    def __init__(self, solved: Solved, setting: Setting, micro_batches: int, pipeline: Pipeline) -> None:
-        captured, operators, cluster = setting.captured, setting.operators, setting.cluster
-        self.assignment, self.setting, self.operators = solved.assignment, setting, operators
+    Everything is read off the graph in one pass; equal blocks are priced once.
+    """
+
+    def __init__(
+        self, setting: Setting, assignment: Assignment, micro_batches: int = 1, pipeline: Pipeline | None = None
+    ) -> None:
+        captured, operators = setting.captured, setting.operators
+        self.setting, self.assignment, self.operators = setting, assignment, operators
         self.micro_batches, self.pipeline = micro_batches, pipeline
-        self.prices, self.count = Prices(cluster, solved.mesh), len(pipeline.stages)
-        self.held = kept(operators, solved.assignment, made_again(operators, setting.recompute))
-        self.keep = keepings(captured, solved.assignment, setting.zero)
-        self.at = _located(captured, operators, pipeline)
-        self.of_weights = _of_one_gradient(captured, operators)
-        self.layouts = result_layouts(operators, solved.assignment)
-        self.crossing = _crossing(captured, operators, self.at)
-        self.ranks = stage_ranks(pipeline.schedule, pipeline.pp, self.count)
-        self.rows = order(pipeline.schedule, pipeline.pp, self.count, micro_batches)
-        self.stages = [self._stage(s) for s in range(self.count)]
-        group = cluster.group(solved.mesh.size, pipeline.pp)
-        self.transfers = [
-            float(collective_seconds("p2p", self.stages[s].sent / micro_batches, group, cluster.device))
-            if self.ranks[s] != self.ranks[s + 1]
-            else 0.0
-            for s in range(self.count - 1)
+        self.pp, self.schedule = (pipeline.pp, pipeline.schedule) if pipeline else (1, None)
+        self.count = len(pipeline.stages) if pipeline else 1
+        self.prices = Prices(setting.cluster, assignment.mesh)
+        again = made_again(operators, setting.recompute)
+        self.held, self.keep = kept(operators, assignment, again), keepings(captured, assignment, setting.zero)
+        self.at = located(captured, operators, pipeline) if pipeline else {}
+        self.trained = any(op.backward for op in operators)
+        self.split = self.schedule in SPLIT_BACKWARD
+        self.script = script(self.schedule, self.pp, self.count, micro_batches, self.trained)
+        self.of_rank = [[s for s, r in enumerate(self.script.ranks) if r == rank] for rank in range(self.pp)]
+        fusion = fusion_of(operators, again) if setting.compiled else None
+        self.once, self.each = self._seconds(fusion)
+
+    def stage(self, node: fx.Node) -> int:
+        """The stage of an operator or a parameter."""
+        return self.at.get(node, 0)
+
+    # -- what belongs to a stage --------------------------------------------------------------------------------------
+
+    def _seconds(self, fusion: Fusion | None) -> tuple[dict[fx.Node, float], frozenset[fx.Node]]:
+        """Seconds of every operator once it runs, and those that run for every micro-batch."""
+        work, found = priced_once(list(self.operators), self.operators, self.assignment, self.micro_batches, fusion)
+        seconds = self.prices.work_seconds(work) / [w.times for w in work]
+        once = {op.node: float(seconds[i]) for op, i in zip(self.operators, found, strict=True)}
+        inline = self.micro_batches == 1
+        return once, frozenset(op.node for op in self.operators if inline or self.operators.batch_factors[op.node])
+
+    @cached_property
+    def operators_of(self) -> list[list[Operator]]:
+        """The operators of every stage, in graph order."""
+        found: list[list[Operator]] = [[] for _ in range(self.count)]
+        for op in self.operators:
+            found[self.stage(op.node)].append(op)
+        return found
+
+    @cached_property
+    def parameters_of(self) -> list[list[str]]:
+        """The parameters that every stage holds, by name."""
+        found: list[list[str]] = [[] for _ in range(self.count)]
+        for p in self.setting.captured.parameters:
+            for s in homes((p.name, *p.aliases), self.pipeline.stages) if self.pipeline else (0,):
+                found[s].append(p.name)
+        return found
+
+    @cached_property
+    def work(self) -> list[StageWork]:
+        """What every stage does."""
+
+        def stage(op: Operator | None, transfer: Transfer) -> int:
+            return self.stage(op.node if op is not None else transfer.value.node)
+
+        every = issued(
+            self.setting.captured, self.operators, self.assignment, self.held, self.keep, self.micro_batches, stage
+        )
+        issues = [[issue for issue in every if issue.stage == s] for s in range(self.count)]
+        place = {op.node: i for i, op in enumerate(self.operators)}
+        again: list[list[Operator]] = [[] for _ in range(self.count)]
+        for op in again_of(self.held, self.operators.by_node, place):
+            again[self.stage(op.node)].append(op)
+        weights = frozenset(of_one_gradient(self.setting.captured, self.operators) if self.split else ())
+        added = [
+            accumulated_bytes(self.setting, self.assignment, self.keep, names, self.micro_batches)
+            for names in self.parameters_of
         ]
-        self.time = simulate(self.rows, self.count, self._seconds, max(self.transfers, default=0.0))
+        parts = zip(self.operators_of, again, issues, added, strict=True)
+        return [StageWork(ops, a, self.once, self.each, weights, i, n) for ops, a, i, n in parts]
 
-    def of_rank(self, rank: int) -> list[_Stage]:
-        """The stages of one rank of the pipeline."""
-        return [stage for s, stage in enumerate(self.stages) if self.ranks[s] == rank]
+    # -- seconds ------------------------------------------------------------------------------------------------------
 
-    def _seconds(self, stage: int, kind: str) -> float:
-        """Seconds of one action, with its share of the collectives that are issued every micro-batch."""
-        own = self.stages[stage]
-        work = own.seconds["I"] + own.seconds["W"] if kind == "B" else own.seconds[kind]
-        return work * (1 + (own.each / own.total if own.total else 0.0)) / self.micro_batches
+    def programs(self, stage: int) -> dict[str, Program]:
+        """The programs of one stage by kind of action."""
+        return programs(self.work[stage], self.prices, self.split)
 
-    def _stage(self, s: int) -> _Stage:
-        calls = [op for op in self.operators if self.at[op.node] == s]
-        again = [self.operators.by_node[node] for node in self.held.operators if self.at[node] == s]
-        seconds = dict.fromkeys("FIW", 0.0)
-        kinds = ["F" if not op.backward else "W" if op.node in self.of_weights else "I" for op in calls]
-        every = [*calls, *again]
-        if every:
-            took = seconds_of(every, self.operators, self.assignment, self.prices)
-            for kind, one in zip([*kinds, *("I" for _ in again)], took, strict=True):
-                seconds[kind] += float(one)
-        issued = collectives(
-            self.setting.captured,
-            self.operators,
-            self.assignment,
-            self.prices,
-            self.held,
-            self.keep,
-            self.micro_batches,
-            lambda transfer: self.at.get(transfer.value.node, 0) == s,
-        )
-        saved = [(v, layout) for v, layout in self.held.saved if self.at[v.node] == s]
-        sent = [v for v, (first, last) in self.crossing.items() if first <= s < last]
-        return _Stage(
-            seconds,
-            issued,
-            sum(self._bytes(v, layout) for v, layout in saved),
-            sum(op.flops for op in calls),
-            sum(self._bytes(v, self.layouts[v]) for v in sent),
-            len(sent),
+    def timing(self) -> Timing:
+        """What a step is simulated from."""
+        places: dict[Program, int] = {}
+        actions: dict[str, list[int]] = defaultdict(list)
+        for s in range(self.count):
+            for kind, program in self.programs(s).items():
+                actions[kind].append(places.setdefault(program, len(places)))
+        travels = self.transfers
+        optimizer = [
+            optimizer_time(self.setting, self.assignment, {n for s in own for n in self.parameters_of[s]})
+            for own in self.of_rank
+        ]
+        return Timing(
+            tuple(places),
+            {kind: tuple(found) for kind, found in actions.items()},
+            (*travels, 0.0),
+            (0.0, *travels),
+            tuple(c.seconds if (c := self._shared(rank)) else 0.0 for rank in range(self.pp)),
+            tuple(optimizer),
+            self.setting.cluster.device.overlap_rate,
         )
 
-    def _bytes(self, value: Value, layout: Layout) -> int:
-        return layout.local_bytes(self.assignment.mesh, self.operators.specs[value])
+    @cached_property
+    def sent(self) -> list[tuple[int, int]]:
+        """Of a whole batch the bytes that every stage but the last sends to the next one, and in how many tensors."""
+        found = [(0, 0)] * (self.count - 1)
+        if self.pipeline is None:
+            return found
+        produced = result_layouts(self.operators, self.assignment)
+        for value, (first, last) in crossing(self.setting.captured, self.operators, self.at).items():
+            nbytes = produced[value].local_bytes(self.assignment.mesh, self.operators.specs[value])
+            for s in range(first, last):
+                found[s] = (found[s][0] + nbytes, found[s][1] + 1)
+        return found
+
+    @cached_property
+    def transfers(self) -> list[float]:
+        """Seconds that what a micro-batch sends from every stage to the next travels; its gradient takes as long."""
+        if self.pipeline is None:
+            return []
+        device, group = self.setting.cluster.device, self._group()
+        return [
+            float(collective_seconds("p2p", nbytes / self.micro_batches, group, device))
+            if self.script.ranks[s] != self.script.ranks[s + 1]
+            else 0.0
+            for s, (nbytes, _) in enumerate(self.sent)
+        ]
+
+    def _group(self) -> Group:
+        """The ranks of a pipeline."""
+        return self.setting.cluster.group(self.assignment.mesh.size, self.pp)
+
+    def _shared(self, rank: int) -> Collective | None:
+        """The sums of the gradients that a rank's stages share with those of others, once a step; None without."""
+        count, total, seconds, wire = 0, 0, 0.0, 0
+        for p in self.setting.captured.parameters if self.pipeline else ():
+            held = {self.script.ranks[s] for s in homes((p.name, *p.aliases), self.pipeline.stages)}
+            if p.gradient is None or rank not in held or len(held) == 1:
+                continue
+            nbytes = self.assignment.sources[p.placeholder].local_bytes(self.assignment.mesh, p.spec)
+            nbytes = nbytes // p.spec.dtype.itemsize * p.gradient.meta["val"].dtype.itemsize
+            every, n = self._group(), len(held)
+            group = Group(n, min(n, every.hosts), -(-n // every.hosts), every.intra, every.inter)
+            seconds += float(collective_seconds("all_reduce", nbytes, group, self.setting.cluster.device))
+            count, total, wire = count + 1, total + nbytes, wire + int(wire_bytes("all_reduce", nbytes, n))
+        return Collective("all_reduce", "pp", "gradients", count, total, wire, seconds) if count else None
+
+    # -- collectives and bytes ----------------------------------------------------------------------------------------
+
+    def collectives(self, rank: int) -> tuple[Collective, ...]:
+        """All collectives of a step of one rank of the pipeline."""
+        own = totals([issue for s in self.of_rank[rank] for issue in self.work[s].issues], self.prices)
+        sends = [s for s in range(self.count - 1) if self.script.ranks[s] == rank != self.script.ranks[s + 1]]
+        count = self.micro_batches * sum(self.sent[s][1] for s in sends)
+        found = list(own)
+        if (shared := self._shared(rank)) is not None:
+            found.append(shared)
+        if count:  # what the next stages send back is as much
+            nbytes, seconds = sum(self.sent[s][0] for s in sends), sum(self.transfers[s] for s in sends)
+            wire = int(wire_bytes("p2p", nbytes, 2))
+            found.append(Collective("p2p", "pp", "activations", count, nbytes, wire, self.micro_batches * seconds))
+        return tuple(found)
 
     def memory(self, rank: int) -> dict[str, int]:
         """Bytes a device of one rank of the pipeline, by kind."""
-        own = [
-            p
-            for p in self.setting.captured.parameters
-            if rank in {self.ranks[s] for s in homes((p.name, *p.aliases), self.pipeline.stages)}
-        ]
-        part = replace(self.setting, captured=replace(self.setting.captured, parameters=tuple(own)))
+        if self.pipeline is None:
+            return memory_of(self.setting, self.assignment, self.held, self.keep, self.micro_batches)
+        names = {name for s in self.of_rank[rank] for name in self.parameters_of[s]}
+        own = tuple(p for p in self.setting.captured.parameters if p.name in names)
+        part = replace(self.setting, captured=replace(self.setting.captured, parameters=own))
         found = memory_of(part, self.assignment, replace(self.held, saved={}), self.keep, self.micro_batches)
-        activations = most_held(self.rows[rank], lambda s: self.stages[s].activations / self.micro_batches)
+        activations = most_held(self.script.rows[rank], lambda s: self.saved[s] / self.micro_batches)
         return {**found, "activations": int(activations)}
 
-    def sent(self, rank: int) -> tuple[Collective, ...]:
-        """What a rank's stages send to the next ones; what they send back is as much."""
-        own = [s for s in range(self.count - 1) if self.ranks[s] == rank != self.ranks[s + 1]]
-        count = self.micro_batches * sum(self.stages[s].tensors for s in own)
-        if not count:
-            return ()
-        nbytes, seconds = sum(self.stages[s].sent for s in own), sum(self.transfers[s] for s in own)
-        wire = int(wire_bytes("p2p", nbytes, 2))
-        return (Collective("p2p", "pp", "activations", count, nbytes, wire, self.micro_batches * seconds),)
+    @cached_property
+    def saved(self) -> list[float]:
+        """Bytes of a whole batch that every stage keeps for its backward."""
+        found = [0.0] * self.count
+        for value, layout in self.held.saved:
+            found[self.stage(value.node)] += layout.local_bytes(self.assignment.mesh, self.operators.specs[value])
+        return found
 
 
-def _located(captured: Captured, operators: Operators, pipeline: Pipeline) -> dict[fx.Node, int]:
+def priced_once(
+    calls: Sequence[Operator],
+    operators: Operators,
+    assignment: Assignment,
+    micro_batches: int = 1,
+    fusion: Fusion | None = None,
+) -> tuple[list[Work], list[int]]:
+    """The work of ``calls`` and the place of each call's. Counterparts in equal blocks share their call and their
+    strategy: their work is written once."""
+    work: list[Work] = []
+    places: dict[tuple[int, int], int] = {}
+    found = []
+    for op in calls:
+        strategy = assignment.strategies[op.node]
+        key = (id(op.call), id(strategy))
+        if key not in places:
+            places[key] = len(work)
+            work.append(local_work(op, operators, assignment.mesh, strategy, micro_batches, fusion))
+        found.append(places[key])
+    return work, found
+
+
+def seconds_of(
+    calls: Sequence[Operator],
+    operators: Operators,
+    assignment: Assignment,
+    prices: Prices,
+    micro_batches: int = 1,
+    fusion: Fusion | None = None,
+) -> Floats:
+    """Seconds of every call in a step."""
+    work, found = priced_once(calls, operators, assignment, micro_batches, fusion)
+    return prices.work_seconds(work)[found]
+
+
+def located(captured: Captured, operators: Operators, pipeline: Pipeline) -> dict[fx.Node, int]:
     """The stage of every operator: that of its module, else in the forward that of the operator before it, in the
     backward the last one's."""
     found: dict[fx.Node, int] = {}
@@ -192,7 +305,7 @@ def _located(captured: Captured, operators: Operators, pipeline: Pipeline) -> di
     return found
 
 
-def _of_one_gradient(captured: Captured, operators: Operators) -> set[fx.Node]:
+def of_one_gradient(captured: Captured, operators: Operators) -> set[fx.Node]:
     """The operators of the backward that the gradient of only one parameter is made of: those of weights."""
     reach: dict[fx.Node, int] = defaultdict(int)
     for i, p in enumerate(captured.parameters):
@@ -204,7 +317,7 @@ def _of_one_gradient(captured: Captured, operators: Operators) -> set[fx.Node]:
     return {op.node for op in operators if op.backward and reach[op.node].bit_count() == 1}
 
 
-def _crossing(captured: Captured, operators: Operators, at: Mapping[fx.Node, int]) -> dict[Value, tuple[int, int]]:
+def crossing(captured: Captured, operators: Operators, at: Mapping[fx.Node, int]) -> dict[Value, tuple[int, int]]:
     """The forward values that go from stage to stage, made of parameters and the batch: from which, and up to which."""
     made = {p.placeholder for p in captured.parameters}
     for op in operators:
@@ -219,14 +332,3 @@ def _crossing(captured: Captured, operators: Operators, at: Mapping[fx.Node, int
         if at[value.node] < last:
             found[value] = (at[value.node], last)
     return found
-
-
-def _joined(stages: list[_Stage]) -> tuple[Collective, ...]:
-    """The collectives of several stages, those of one kind, axis and purpose as one."""
-    found: dict[tuple[str, str, str], Collective] = {}
-    for c in (c for stage in stages for c in stage.collectives):
-        key = (c.kind, c.axis, c.purpose)
-        old = found.get(key, Collective(*key, 0, 0, 0, 0.0))
-        counts = old.count + c.count, old.bytes + c.bytes, old.wire_bytes + c.wire_bytes
-        found[key] = Collective(*key, *counts, old.seconds + c.seconds)
-    return tuple(found[key] for key in sorted(found))

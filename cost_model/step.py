@@ -1,0 +1,133 @@
+"""What a training step takes: the programs of its stages, each simulated once, and the schedule that runs them.
+
+A rank makes what lives for the step (``begin``), runs the actions of its schedule, reduces what it has summed up over
+micro-batches (``end``), and steps the optimizer. That is what the runtime does: a graph waits for its own collectives
+before it ends, so that no action is beside another one's; with more than one micro-batch the gradients that are reduced
+once a step have no compute beside them; and all ranks wait for one another before the optimizer, as the norm of all
+gradients makes them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.cost_model.bubble import PipelineTime, Script, simulate
+from autopar.cost_model.simulate import COMPUTE, Ran, Task, run
+
+#: The actions of a stage besides those of a schedule (F, B, I, W): what it does first and last in a step.
+BEGIN, END = "begin", "end"
+#: The parts of a step, which add up to its seconds.
+PARTS = ("compute", "exposed communication", "bubble", "optimizer")
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Tasks that come ``count`` times in a row: those of equal blocks."""
+
+    count: int
+    tasks: tuple[Task, ...]
+
+
+#: What one action of one stage does, in order.
+Program = tuple[Repeated, ...]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a step is simulated from. ``actions`` has for every kind of action the place in ``programs`` of every
+    stage's; equal stages share theirs. ``up`` and ``down`` are the seconds that what every stage sends to the next,
+    and to the one before, travels. By rank of pp: ``shared`` are those of summing up gradients that several stages have, and
+    ``optimizer`` those of its step. ``overlap_rate`` is the device's."""
+
+    programs: tuple[Program, ...]
+    actions: dict[str, tuple[int, ...]]
+    up: tuple[float, ...]
+    down: tuple[float, ...]
+    shared: tuple[float, ...]
+    optimizer: tuple[float, ...]
+    overlap_rate: float
+
+    def travels(self, source: int, target: int) -> float:
+        """Seconds that what one stage sends another travels."""
+        return self.up[source] if target > source else self.down[source]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One step: ``pipeline`` is the schedule from the step's start, ``ran`` every program. ``rank`` is the slowest rank
+    of pp, and ``breakdown`` its seconds by `PARTS`: of kernels, of communication that they do not hide (and by which
+    it slows them down), of waiting for other ranks, and of the optimizer."""
+
+    seconds: float
+    breakdown: dict[str, float]
+    rank: int
+    pipeline: PipelineTime
+    ran: tuple[Ran, ...]
+
+
+def tasks_of(program: Program) -> list[Task]:
+    """The tasks of a program one by one."""
+    return list(itertools.chain.from_iterable(part.tasks * part.count for part in program))
+
+
+def simulate_step(timing: Timing, steps: Script) -> Simulated:
+    """Simulate a step whose actions are ``steps``."""
+    return _Step(timing, steps).simulate()
+
+
+class _Step:
+    """One step of all ranks of a pipeline."""
+
+    def __init__(self, timing: Timing, steps: Script) -> None:
+        self.timing, self.steps = timing, steps
+        programs = [tasks_of(program) for program in timing.programs]
+        self.ran = tuple(run(tasks, timing.overlap_rate) for tasks in programs)
+        #: Seconds of every program, and of its kernels alone.
+        self.seconds = [ran.seconds for ran in self.ran]
+        self.work = [sum(task.seconds for task in tasks if task.stream == COMPUTE) for tasks in programs]
+        self.stages = [[s for s, r in enumerate(steps.ranks) if r == rank] for rank in range(len(steps.rows))]
+
+    @cached_property
+    def counts(self) -> list[dict[tuple[int, str], int]]:
+        """How often every rank runs every (stage, kind)."""
+        found: list[dict[tuple[int, str], int]] = []
+        for row in self.steps.rows:
+            counts: dict[tuple[int, str], int] = {}
+            for step in row:
+                for action in step:
+                    counts[action.stage, action.kind] = counts.get((action.stage, action.kind), 0) + 1
+            found.append(counts)
+        return found
+
+    def took(self, stage: int, kind: str) -> float:
+        """Seconds of one action."""
+        return self.seconds[self.timing.actions[kind][stage]]
+
+    def around(self, kind: str) -> list[float]:
+        """Seconds of what every rank does first or last in a step."""
+        return [sum(self.took(s, kind) for s in stages) for stages in self.stages]
+
+    def simulate(self) -> Simulated:
+        begin, end = self.around(BEGIN), self.around(END)
+        pipeline = simulate(self.steps, self.steps.stages, self.took, self.timing.travels, begin)
+        done = max(ends[-1] + last for ends, last in zip(pipeline.ends, end, strict=True))
+        total = done + max(self.timing.shared) + max(self.timing.optimizer)
+        work = [self._work(rank) for rank in range(len(self.stages))]
+        busy = [
+            begin[r] + pipeline.busy[r] + end[r] + self.timing.shared[r] + self.timing.optimizer[r]
+            for r in range(len(self.stages))
+        ]
+        slowest = max(range(len(busy)), key=busy.__getitem__)
+        optimizer = self.timing.optimizer[slowest]
+        parts = (work[slowest], busy[slowest] - work[slowest] - optimizer, total - busy[slowest], optimizer)
+        # rounding must not leave less than nothing
+        breakdown = {kind: max(0.0, seconds) for kind, seconds in zip(PARTS, parts, strict=True)}
+        return Simulated(sum(breakdown.values()), breakdown, slowest, pipeline, self.ran)
+
+    def _work(self, rank: int) -> float:
+        """Seconds of a rank's kernels in a step, the optimizer's left out."""
+        actions = self.timing.actions
+        around = sum(self.work[actions[kind][s]] for s in self.stages[rank] for kind in (BEGIN, END))
+        return around + sum(n * self.work[actions[kind][s]] for (s, kind), n in self.counts[rank].items())
