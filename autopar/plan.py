@@ -14,12 +14,19 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Self, get_args, get_origin, get_type_hints
+from typing import Any, Self, cast, get_args, get_origin, get_type_hints
 
 from autopar.cluster import Cluster
+from autopar.cost_model.step import Timing
 from autopar.errors import AutoparError, HintError, PlanError
 from autopar.hints import DEGREES, ZERO_STAGES, Hints, check_recompute, nearest_names
+from autopar.replan import with_hints
+from autopar.report.binding import Binding, binding
+from autopar.report.compare import Comparison, Measured, compare
+from autopar.report.diff import PlanDiff, diff
+from autopar.report.explain import RANGES, Decision, Explanation, explain
 from autopar.report.text import text_report
+from autopar.report.timeline import timeline
 from autopar.schedule import SCHEDULES, check_schedule
 from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, TENSOR_AXIS, make_mesh
 from autopar.sharding.layout import Layout, Mesh
@@ -97,14 +104,15 @@ class Plan:
     ``structure`` is the hash of the model's graph and shapes. ``zero_group_size`` is the number of ranks of dp over
     which hybrid ZeRO splits state (`sharding.axes`), None where it is split over all of them or not at all.
     ``breakdown`` has the seconds of ``compute``, ``exposed
-    communication`` and ``bubble``, which add up to ``step_time``; ``memory`` has bytes by kind, each at its most, and
+    communication``, ``bubble`` and ``optimizer``, which add up to ``step_time``, of the slowest rank of a simulation of
+    ``timing`` (None in a plan written by hand); ``memory`` has bytes by kind, each at its most, and
     ``peak`` those that are alive at the moment when most are, with what lives shortly (``transients``).
     ``stages`` are the modules of every pipeline stage (blocks, and modules outside of them that own parameters), in the
     order in which they run, as many stages a rank of pp as ``schedule`` has; one stage without a pipeline, and then
     ``schedule`` is None. ``recompute`` says what the backward makes again instead of keeping it (`sharding.recompute`).
     A step takes at most ``gap`` (a fraction) longer than with the best plan of ``gap_space``. ``operators`` gives, for
     every operator, what is split on each axis; ``flops_share`` is the largest share of the model's FLOPs that one rank
-    does. All numbers are finite.
+    does. ``decisions`` are what `explain` shows. All numbers are finite.
     """
 
     model: str
@@ -133,6 +141,8 @@ class Plan:
     workload: dict[str, Any]
     hints: dict[str, Any]
     flops_share: float
+    decisions: tuple[Decision, ...] = ()
+    timing: Timing | None = None
     version: int = PLAN_VERSION
 
     @property
@@ -187,6 +197,31 @@ class Plan:
             change=nearest_names(str(format), ("text", "json")),
         )
 
+    def explain(self, pattern: str) -> Explanation:
+        """Why the modules and parameters that ``pattern`` matches are split as they are: the options that the solver
+        had, what each costs, and why one won. A pattern is a name in which ``*`` stands for any part, such as
+        "model.layers.*.mlp". PlanError, with the nearest names, if nothing matches."""
+        return explain(self, pattern)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What differs between this plan and ``other``, of the same model. PlanError for one of another model."""
+        return diff(self, other)
+
+    def compare(self, measured: Measured, peak_memory: float | None = None) -> Comparison:
+        """What was measured beside what is predicted: seconds of a step, of several steps, or of parts by the names in
+        ``breakdown``; and bytes a device at the peak. PlanError for what is no time, and for an unknown part."""
+        return compare(self, measured, peak_memory)
+
+    @property
+    def binding(self) -> Binding:
+        """Which of compute, bandwidth, bubble and memory limits the plan: what more of each would save."""
+        return binding(self)
+
+    def with_hints(self, hints: Hints) -> Self:
+        """The plan for the same model, cluster and workload under ``hints``, and those of its own that they do not
+        replace. PlanError if this plan was loaded, changed or its model is gone; and what `autopar.plan` raises."""
+        return cast(Self, with_hints(self, hints))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold; `from_dict` gives an equal plan."""
         return {field.name: _encode(getattr(self, field.name)) for field in fields(self)}
@@ -210,20 +245,12 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON. The file appears whole or not at all. PlanError if it cannot be written."""
-        target = Path(path)
-        # In the same folder, because only within a file system is a rename atomic.
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-        try:
-            temporary.write_text(self.report("json") + "\n", encoding="utf-8")
-            temporary.replace(target)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise PlanError(
-                f"Cannot write the plan to {target}.",
-                expected="a path in a folder that can be written",
-                found=str(error),
-                change="create the folder, or give another path",
-            ) from error
+        _write(Path(path), self.report("json") + "\n", "plan")
+
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write one step as a trace that Perfetto opens: a process for every rank of the pipeline, a thread for its
+        compute and for every axis. The file appears whole or not at all. PlanError if it cannot be written."""
+        _write(Path(path), json.dumps(timeline(self), allow_nan=False) + "\n", "timeline")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -245,6 +272,23 @@ class Plan:
                 change="save the plan again",
             ) from error
         return cls.from_dict(data)
+
+
+def _write(target: Path, text: str, what: str) -> None:
+    """Write a file whole or not at all."""
+    # In the same folder, because only within a file system is a rename atomic.
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise PlanError(
+            f"Cannot write the {what} to {target}.",
+            expected="a path in a folder that can be written",
+            found=str(error),
+            change="create the folder, or give another path",
+        ) from error
 
 
 def _encode(value: Any) -> Any:
@@ -355,6 +399,9 @@ def _check(plan: Plan) -> None:
         for field, values in (("copy", COPIES), ("gradient", REDUCED)):
             if (value := getattr(parameter, field)) not in values:
                 raise _bad(f"plan.parameters.{name}.{field}", f"one of {', '.join(values)}", value)
+    for decision in plan.decisions:
+        if not (0 <= decision.chosen < len(decision.options) and RANGES.fullmatch(decision.blocks)):
+            raise _bad(f"plan.decisions of {decision.name}", "one of its options chosen, and ranges of blocks", decision)
     for read, table in (
         (Cluster.from_dict, plan.cluster),
         (Workload.from_dict, plan.workload),
