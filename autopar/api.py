@@ -20,10 +20,11 @@ from autopar.arguments import (
 )
 from autopar.cluster import Cluster
 from autopar.errors import InputError
-from autopar.hints import Hints
+from autopar.hints import Hints, check_hints
 from autopar.integrations.answers import answering
 from autopar.peak import with_peak
 from autopar.plan import Plan
+from autopar.replan import on_meta, remember
 from autopar.runtime.compiled import check_compiler
 from autopar.runtime.failure import check_ranks, guard
 from autopar.runtime.initialize import initialize, materialize
@@ -33,6 +34,8 @@ from autopar.runtime.process import agree, device_type, ensure_process_group
 from autopar.runtime.verify import VerifyReport, compare, real_batch
 from autopar.runtime.weights import load_from
 from autopar.solver.carry import shrink
+from autopar.solver.conflict import searched
+from autopar.solver.options import with_decisions
 from autopar.solver.search import search
 from autopar.specialize import MAKERS, capture_batch, specialize, specialize_step
 from autopar.workload import Workload
@@ -45,23 +48,33 @@ def plan(
     workload: Workload | None = None,
     hints: Hints | None = None,
     example_inputs: ExampleInputs | None = None,
+    compile: bool = False,
 ) -> Plan:
     """Decide how to split ``model`` over ``cluster``; needs neither devices nor weights.
 
     ``cluster`` is a `Cluster` or text such as ``"h100-sxm:16x8"``. transformers language models need no
     ``example_inputs``: batch and sequence come from ``workload``, else from the model's config. Other modules need one
-    batch, as a dict of keyword arguments, a tuple of positional ones, or a tensor; meta tensors are enough.
+    batch, as a dict of keyword arguments, a tuple of positional ones, or a tensor; meta tensors are enough. With
+    ``compile`` chains of elementwise operators are priced as Inductor's kernels, for a run with ``compile=True``.
     Raises ClusterError, WorkloadError, HintError, CaptureError, InfeasibleError.
     """
     check_arguments(model, cluster=cluster, workload=workload, hints=hints)
-    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    cluster, hints = Cluster.parse(cluster) if isinstance(cluster, str) else cluster, hints or Hints()
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    check_hints(hints, cluster.size, shapes)
     workload, args, kwargs = one_batch(model, workload or Workload(), example_inputs, cluster.size)
     captured = capture_batch(model, args, kwargs, precision=workload.precision)
 
     def measure(found: Plan) -> Plan:
         return with_peak(found, model, args, kwargs, captured)
 
-    return search(model, captured, cluster, workload, hints or Hints(), measure)
+    found = with_decisions(search(model, captured, cluster, workload, hints or Hints(), measure, compiled=compile), captured)
+    batch = on_meta(example_inputs)
+
+    def again(model: nn.Module, hints: Hints) -> Plan:
+        return plan(model, cluster, workload=workload, hints=hints, example_inputs=batch, compile=compile)
+
+    return remember(found, model, again)
 
 
 def parallelize(
@@ -99,7 +112,7 @@ def parallelize(
             check_compiler(device_type())
         refuse_optimizers(model)
         if plan is None:
-            plan = _plan_together(model, cluster, workload, hints, example_inputs)
+            plan = _plan_together(model, cluster, workload, hints, example_inputs, compile)
         check_ranks(plan, model)
         check_plan(plan, model)
         fill = None
@@ -152,13 +165,16 @@ def _plan_together(
     workload: Workload | None,
     hints: Hints | None,
     example_inputs: ExampleInputs | None,
+    compile: bool,
 ) -> Plan:
     """Rank 0 plans, everybody takes its plan; if it fails, everybody raises its error."""
     found: Plan | Exception | None = None
     if dist.get_rank() == 0:
         try:
             where = cluster if cluster is not None else Cluster.detect()
-            found = plan(model, where, workload=workload, hints=hints, example_inputs=example_inputs)
+            found = plan(
+                model, where, workload=workload, hints=hints, example_inputs=example_inputs, compile=compile
+            )
         except Exception as error:
             found = error
     found = agree(found)
