@@ -30,6 +30,8 @@ aten = torch.ops.aten
 _INLINED = frozenset(
     {
         aten._to_copy.default,
+        aten.arange.default,
+        aten.arange.start,
         aten.arange.start_step,
         aten.cat.default,
         aten.constant_pad_nd.default,
@@ -100,22 +102,34 @@ def _base(operators: Operators, value: Value) -> Value:
 def _groups(operators: Operators) -> dict[fx.Node, int]:
     """The kernel of every inlined operator: those that are connected, in one block and direction, and after the same
     number of kernels of other kinds."""
-    depth: dict[fx.Node, int] = {}
+    inlined = {op.node for op in operators if _is_inlined(op)}
+    depth = _depths(operators, inlined)
     graph: nx.Graph = nx.Graph()
     for op in operators:
-        inlined = _is_inlined(op)
-        depth[op.node] = 0
-        producers = [operators.by_node[v.node] for v in op.operands if v.node in operators.by_node]
-        for producer in producers:
-            step = 0 if inlined and _is_inlined(producer) else 1
-            depth[op.node] = max(depth[op.node], depth[producer.node] + step)
-        if not inlined:
+        if op.node not in inlined:
             continue
         graph.add_node(op.node)
-        for producer in producers:
-            if _is_inlined(producer) and _place(producer) == _place(op) and depth[producer.node] == depth[op.node]:
-                graph.add_edge(producer.node, op.node)
+        for value in op.operands:
+            near = value.node in inlined and _place(operators.by_node[value.node]) == _place(op)
+            if near and depth[value.node] == depth[op.node]:
+                graph.add_edge(value.node, op.node)
     return {node: i for i, nodes in enumerate(nx.connected_components(graph)) for node in nodes}
+
+
+def _depths(operators: Operators, inlined: Collection[fx.Node]) -> dict[fx.Node, int]:
+    """How many kernels of other kinds come before an operator; for one that only inlined operators of its own block and
+    direction read, before the first of these: it is computed where it is needed."""
+    depth: dict[fx.Node, int] = {}
+    for op in operators:
+        producers = [v.node for v in op.operands if v.node in operators.by_node]
+        depth[op.node] = max((depth[p] + (not {p, op.node} <= inlined) for p in producers), default=0)
+    for op in reversed(list(operators)):
+        values = [Value(op.node, i) for i in range(len(op.call.results))]
+        readers = [node for value in values for node, _ in operators.consumers.get(value, ())]
+        near = all(node in inlined and _place(operators.by_node[node]) == _place(op) for node in readers)
+        if op.node in inlined and readers and near:
+            depth[op.node] = min(depth[node] for node in readers)
+    return depth
 
 
 def _place(op: Operator) -> tuple[str | None, bool]:
