@@ -1,27 +1,34 @@
 """What limits a plan: by how much a step would be shorter with twice as much of each resource.
 
-The account of the plan is perturbed, nothing is searched again: a plan made for the better machine may gain more.
+The account of the plan is perturbed, and its step simulated again; nothing is searched: a plan made for the better
+machine may gain more. A plan that was written by hand has nothing to simulate, there the parts of its step are scaled.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autopar.cluster import Cluster
+from autopar.cost_model.bubble import script
 from autopar.cost_model.communication import collective_seconds
+from autopar.cost_model.simulate import COMPUTE
+from autopar.cost_model.step import Program, Repeated, Timing, simulate_step
 from autopar.hints import parse_bytes
 from autopar.report.units import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
 
+#: The axis of the pipeline, on which there are messages between stages.
+_PIPELINE = "pp"
+
 
 @dataclass(frozen=True)
 class Limit:
-    """A resource, what more of it would mean, and how many seconds of a step that saves, at most."""
+    """A resource, what more of it would mean, and how many seconds of a step that would save."""
 
     resource: str
     change: str
@@ -44,45 +51,84 @@ class Binding:
     def __str__(self) -> str:
         shown = [limit for limit in self.limits if limit.saves > 0.005 * self.step_time] or self.limits[:1]
         return "; ".join(
-            f"{limit.resource}: {limit.change} would save up to {seconds_text(limit.saves)} "
+            f"{limit.resource}: {limit.change} would save {seconds_text(limit.saves)} "
             f"({share_text(limit.saves / self.step_time if self.step_time else 0.0)})"
             for limit in shown
         )
 
 
 def binding(plan: Plan) -> Binding:
-    """Which of compute, bandwidth of each axis, the pipeline's bubble and memory limits ``plan``."""
-    limits = [Limit("compute", "devices twice as fast", plan.breakdown.get("compute", 0.0) / 2)]
-    limits += _communication(plan)
+    """Which of compute, bandwidth and latency of each axis, the pipeline's bubble and memory limits ``plan``."""
+    limits = [Limit("compute", "devices twice as fast", _saved(plan, {COMPUTE: 0.5}))]
+    for axis, share in _shares_of_bytes(plan).items():
+        faster, sooner = (_saved(plan, {axis: 1 - part / 2}) for part in (share, 1 - share))
+        limits.append(Limit(f"bandwidth of {axis}", "links twice as fast", faster))
+        limits.append(Limit(f"latency of {axis}", "collectives that start twice as fast", sooner))
     if (bubble := plan.breakdown.get("bubble", 0.0)) > 0:
-        limits.append(Limit("bubble", "twice as many micro-batches", bubble / 2))
+        limits.append(Limit("bubble", "twice as many micro-batches, each as efficient,", bubble / 2))
     limits += _memory(plan)
     return Binding(plan.step_time, tuple(sorted(limits, key=lambda limit: -limit.saves)))
 
 
-def _communication(plan: Plan) -> Iterator[Limit]:
-    """Each axis with its share of the exposed communication: what its bytes take, and what its calls take at any size.
-    With half the bytes a collective takes half the former less."""
+def _saved(plan: Plan, factors: dict[str, float]) -> float:
+    """Seconds that a step is shorter where what runs on a stream takes its factor of the time."""
+    if plan.timing is None:
+        return _saved_by_parts(plan, factors)
+    stages = len(plan.stages) if plan.schedule is not None else 1
+    trained = any(kind in plan.timing.actions for kind in ("B", "I"))
+    steps = script(plan.schedule, plan.degrees[_PIPELINE], stages, plan.num_micro_batches, trained)
+    before, after = (simulate_step(t, steps).seconds for t in (plan.timing, _scaled(plan.timing, factors)))
+    return max(0.0, before - after)
+
+
+def _saved_by_parts(plan: Plan, factors: dict[str, float]) -> float:
+    """The same of a plan without a simulation: an axis has its share of the exposed communication."""
     exposed = sum(t for what, t in plan.breakdown.items() if what.startswith("exposed"))
     every = sum(c.seconds for c in plan.collectives)
     share = min(1.0, exposed / every) if every else 0.0
+    streams: dict[str, float] = defaultdict(float)
+    streams[COMPUTE] = plan.breakdown.get("compute", 0.0) + plan.breakdown.get("optimizer", 0.0)
+    for c in plan.collectives:
+        streams[c.axis] += c.seconds * share
+    return sum(streams[stream] * (1 - factor) for stream, factor in factors.items())
+
+
+def _scaled(timing: Timing, factors: dict[str, float]) -> Timing:
+    """``timing`` with every task times the factor of its stream."""
+
+    def scaled(program: Program) -> Program:
+        return tuple(
+            Repeated(part.count, tuple(replace(t, seconds=t.seconds * factors.get(t.stream, 1.0)) for t in part.tasks))
+            for part in program
+        )
+
+    def times(values: tuple[float, ...], stream: str) -> tuple[float, ...]:
+        return tuple(value * factors.get(stream, 1.0) for value in values)
+
+    return replace(
+        timing,
+        programs=tuple(map(scaled, timing.programs)),
+        up=times(timing.up, _PIPELINE),
+        down=times(timing.down, _PIPELINE),
+        shared=times(timing.shared, _PIPELINE),
+        optimizer=times(timing.optimizer, COMPUTE),
+    )
+
+
+def _shares_of_bytes(plan: Plan) -> dict[str, float]:
+    """Which share of the seconds of an axis' collectives their bytes take, the rest being what calls take at any size.
+    With half the bytes a collective takes half of the former less."""
     cluster, mesh = Cluster.from_dict(plan.cluster), plan.mesh
     moving: dict[str, float] = defaultdict(float)
-    calling: dict[str, float] = defaultdict(float)
+    every: dict[str, float] = defaultdict(float)
     for c in plan.collectives:
         inside = c.axis in mesh.names
         stride, size = (mesh.stride(c.axis), mesh.degree(c.axis)) if inside else (mesh.size, plan.degrees[c.axis])
         group, nbytes = cluster.group(stride, size), c.bytes / max(c.count, 1)
         whole, half = (float(collective_seconds(c.kind, n, group, cluster.device)) for n in (nbytes, nbytes / 2))
-        of_bytes = min(2 * (1 - half / whole), 1.0) if whole > 0 else 0.0
-        moving[c.axis] += c.seconds * of_bytes
-        calling[c.axis] += c.seconds * (1 - of_bytes)
-    for what, how, seconds in (
-        ("bandwidth", "links twice as fast", moving),
-        ("latency", "collectives that start twice as fast", calling),
-    ):
-        for axis, found in seconds.items():
-            yield Limit(f"{what} of {axis}", how, found * share / 2)
+        moving[c.axis] += c.seconds * (min(2 * (1 - half / whole), 1.0) if whole > 0 else 0.0)
+        every[c.axis] += c.seconds
+    return {axis: moving[axis] / seconds for axis, seconds in every.items() if seconds > 0}
 
 
 def _memory(plan: Plan) -> Iterator[Limit]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 
 _ZERO = {
     0: "ZeRO 0: parameters, gradients and optimizer state rest whole on every dp rank",
-    1: "ZeRO 1: parameters and optimizer state rest split over dp, whole copies and gradients live for a step",
-    2: "ZeRO 2: parameters, gradients and optimizer state rest split over dp, whole copies live for a step",
-    3: "ZeRO 3: parameters, gradients and optimizer state rest split over dp",
+    1: "ZeRO 1: parameters and optimizer state rest split over {}, whole copies and gradients live for a step",
+    2: "ZeRO 2: parameters, gradients and optimizer state rest split over {}, whole copies live for a step",
+    3: "ZeRO 3: parameters, gradients and optimizer state rest split over {}",
 }
 
 
@@ -51,15 +52,24 @@ def _summary(plan: Plan) -> Table:
         if plan.schedule is not None:
             chunks = len(plan.stages) // plan.degrees["pp"]
             yield "Pipeline", f"{len(plan.stages)} stages, {chunks} a rank of pp, by the schedule {plan.schedule}"
-        kept = "" if plan.reshard_after_forward else "; what is gathered lives from forward to backward"
-        yield "Storage", _ZERO[plan.zero] + kept
+        yield "Storage", _storage(plan)
         yield "Micro-batches", f"{plan.num_micro_batches} of {plan.micro_batch_size} sequences"
         yield "Recompute", plan.recompute
         yield "Step time", f"{seconds_text(plan.step_time)}: {_parts(plan.breakdown)}"
+        yield "Limits", str(replace(plan.binding, limits=plan.binding.limits[:2]))
         yield "Work", f"one rank does at most {share_text(plan.flops_share)} of the model's FLOPs"
         yield "Gap", f"at most {share_text(plan.gap)} slower than the best of: {plan.gap_space}"
 
     return table(rows())
+
+
+def _storage(plan: Plan) -> str:
+    """What ZeRO splits, over what, and how long copies live."""
+    size, dp, cp = plan.zero_group_size, plan.degrees["dp"], plan.degrees["cp"]
+    over = "dp" if size is None else f"groups of {size} ranks of dp"
+    kept = "" if plan.reshard_after_forward else "; what is gathered lives from forward to backward"
+    replicas = "" if size is None or plan.zero == 0 else f"; {dp // size} groups have replicas"
+    return _ZERO[plan.zero].format(over if cp == 1 else f"{over} and cp") + kept + replicas
 
 
 def _stages(plan: Plan) -> Table:
