@@ -113,9 +113,10 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def flatten(device_mesh: Any) -> None:
-    """Give a device mesh a process group over all its axes, which DTensor then uses for joint reductions."""
-    device_mesh._flatten()
+def flatten(device_mesh: Any, name: str | None = None) -> Any:
+    """Give a device mesh a process group over all its axes, which DTensor then uses for joint reductions; returns the
+    mesh of that one axis, called ``name``."""
+    return device_mesh._flatten(name)
 
 
 def pipeline_stage() -> type[Any]:

@@ -16,6 +16,7 @@ from torch import fx
 
 from autopar.capture.graph import spec_of
 from autopar.capture.indexing import factories_without_operand, resolve_counting_indices
+from autopar.capture.rows import tokens_apart
 
 aten = torch.ops.aten
 
@@ -383,6 +384,7 @@ NORMAL_FORM: tuple[Callable[[fx.Graph], None], ...] = (
     factories_without_operand,
     products_to_einsum,
     sums_through_views,
+    tokens_apart,
     sums_in_float32,
     norms_without_bias,
     drop_noops,

@@ -122,7 +122,7 @@ def _shares_of_bytes(plan: Plan) -> dict[str, float]:
     moving: dict[str, float] = defaultdict(float)
     every: dict[str, float] = defaultdict(float)
     for c in plan.collectives:
-        inside = c.axis in mesh.names
+        inside = c.axis != "pp"
         stride, size = (mesh.stride(c.axis), mesh.degree(c.axis)) if inside else (mesh.size, plan.degrees[c.axis])
         group, nbytes = cluster.group(stride, size), c.bytes / max(c.count, 1)
         whole, half = (float(collective_seconds(c.kind, n, group, cluster.device)) for n in (nbytes, nbytes / 2))

@@ -44,7 +44,7 @@ from autopar.runtime.results import rebuild
 from autopar.runtime.save import gathered, save
 from autopar.runtime.step import run_step, step_inputs
 from autopar.runtime.versions import count_steps, version
-from autopar.sharding.axes import TOKEN_AXES, data_degree, data_rank
+from autopar.sharding.axes import data_degree, data_rank, is_of_tokens
 from autopar.sharding.stages import homes
 from autopar.workload import Workload
 
@@ -98,7 +98,7 @@ class ParallelModule(nn.Module):
         device = torch.device(device_mesh.device_type)
         self.__dict__["_coordinates"] = torch.tensor(mesh.coordinates(dist.get_rank()), device=device)
         self.__dict__.update(_buckets=Workload.from_dict(plan.workload).pad_to)
-        groups = [device_mesh.get_group(axis).group_name for axis in TOKEN_AXES if axis in mesh.names]
+        groups = [name for axis, name in programs.groups.items() if is_of_tokens(axis)]
         self.__dict__["_accumulator"] = Accumulator(groups, self._coordinates, list(self.parameters()))
         refuse_pieces()
         count_steps()

@@ -14,7 +14,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from autopar._compat import HashStore, flatten, strided_shard
 from autopar.errors import PlanError
-from autopar.sharding.layout import Layout, Mesh
+from autopar.sharding.axes import joint_axes
+from autopar.sharding.layout import JOINT, Layout, Mesh
 
 
 def device_type() -> str:
@@ -61,6 +62,16 @@ def _flattened(mesh: DeviceMesh) -> DeviceMesh:
     if all(n > 1 for n in mesh.shape):
         flatten(mesh)  # lets DTensor reduce over both axes at once, as clip_grad_norm_ does
     return mesh
+
+
+def group_names(device_mesh: DeviceMesh, mesh: Mesh) -> dict[str, str]:
+    """The name of the process group of every axis of ``mesh``, and of axes that a collective takes together. Makes
+    groups: every rank must call it."""
+    found = {axis: str(device_mesh.get_group(axis).group_name) for axis in mesh.names}
+    for axes in joint_axes(mesh):
+        name = JOINT.join(axes)
+        found[name] = str(flatten(device_mesh[axes], name).get_group().group_name)
+    return found
 
 
 def host_group() -> dist.ProcessGroup | None:

@@ -21,7 +21,7 @@ from autopar.plan import Plan
 from autopar.runtime.autocast import autocast_state
 from autopar.runtime.batches import check_alike, check_parts, compares_contents, contents, describe, warn_of
 from autopar.runtime.cache import Cache, CacheEntry
-from autopar.runtime.process import host_group
+from autopar.runtime.process import group_names, host_group
 from autopar.runtime.program import Makers, Specialization, StepProgram
 from autopar.runtime.release import COMPILE
 from autopar.sharding.axes import data_rank
@@ -45,6 +45,11 @@ class Programs:
     )
     told: set[tuple[str, int | None]] = field(default_factory=set)
     calls: int = 0
+    #: Names of process groups, by axis.
+    groups: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.groups = group_names(self.device_mesh, self.plan.mesh)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
         """The program of a forward and its backward."""
@@ -116,8 +121,7 @@ class Programs:
 
     def bind(self, graph: fx.GraphModule) -> None:
         """Bind a graph to this process."""
-        groups = {axis: self.device_mesh.get_group(axis).group_name for axis in self.plan.mesh.names}
-        bind(graph, groups, torch.device(self.device_mesh.device_type))
+        bind(graph, self.groups, torch.device(self.device_mesh.device_type))
         graph.meta[COMPILE] = self.compiles
 
     def _compare(self, program_hash: str) -> None:

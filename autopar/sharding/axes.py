@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.sharding.layout import Layout, Mesh
+from autopar.sharding.layout import JOINT, Layout, Mesh
 
 #: Across the groups of hybrid ZeRO: the batch is split, nothing rests split.
 REPLICATE_AXIS = "dp_replicate"
@@ -27,6 +27,18 @@ BATCH_AXES = (REPLICATE_AXIS, DATA_AXIS)
 STATE_AXES = (DATA_AXIS, CONTEXT_AXIS)
 #: Axes over which the tokens are split, so that gradients of parameters are sums over them.
 TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)
+
+
+def joint_axes(mesh: Mesh) -> tuple[tuple[str, ...], ...]:
+    """The `TOKEN_AXES` that one collective can go over: gradients are sums over all of them, and what ZeRO splits over
+    dp and cp is gathered over both."""
+    present = [axis for axis in TOKEN_AXES if degree(mesh, axis) > 1]
+    return tuple(tuple(present[i:j]) for i in range(len(present)) for j in range(i + 2, len(present) + 1))
+
+
+def is_of_tokens(axis: str) -> bool:
+    """Whether ``axis``, or all of several taken together, are of `TOKEN_AXES`."""
+    return all(part in TOKEN_AXES for part in axis.split(JOINT))
 
 
 def make_mesh(dp: int, cp: int, tp: int, zero_group_size: int | None = None) -> Mesh:

@@ -14,6 +14,8 @@ from functools import cached_property
 
 import torch
 
+#: Between the names of neighbouring axes over which one collective goes: "dp+cp".
+JOINT = "+"
 #: The axis over which micro-batches are laid out. Its pieces are made one after the other by the same ranks, so it is
 #: the outermost axis of a program's mesh and no axis of the cluster.
 MICRO_BATCH = "mb"
@@ -50,12 +52,13 @@ class Mesh:
         return math.prod(self.sizes)
 
     def degree(self, axis: str) -> int:
-        """Size of one axis."""
-        return self._degrees[axis]
+        """Size of one axis, or of several taken together ("dp+cp")."""
+        return self._degrees[axis] if axis in self._degrees else math.prod(map(self.degree, axis.split(JOINT)))
 
     def stride(self, axis: str) -> int:
-        """Distance in ranks between neighbours on ``axis``."""
-        return math.prod(self.sizes[self.names.index(axis) + 1 :])
+        """Distance in ranks between neighbours on ``axis``, or on axes taken together, of which they are neighbours on
+        the last."""
+        return math.prod(self.sizes[self.names.index(axis.split(JOINT)[-1]) + 1 :])
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Coordinates of ``rank``, one an axis."""

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import MicroBatchError
-from autopar.sharding.assignment import AliasKey, Assignment
+from autopar.sharding.assignment import AliasKey, Assignment, result_layouts
+from autopar.sharding.axes import REPLICATE_AXIS
 from autopar.sharding.layout import MICRO_BATCH, Layout, Mesh
 from autopar.sharding.operators import Operator, Operators, Value
 from autopar.sharding.redistribute import with_micro_batch
@@ -138,12 +139,14 @@ def micro_batched(
     ``sources`` says where placeholders lie on the new axis (left out: whole), ``outputs`` the values of the graph's
     outputs in the order of the assignment's sinks and where they are wanted there, None for as they come. An output
     owed over the new axis is added up first and redistributed over the others once, or with its position in
-    ``reduced_each`` the other way round: less to keep between micro-batches, more communication. Raises MicroBatchError
-    where an operator mixes samples or the micro-batches do not divide the batch.
+    ``reduced_each`` the other way round: less to keep between micro-batches, more communication; but over the groups of
+    hybrid ZeRO once, since what is kept is no less for it. Raises MicroBatchError where an operator mixes samples or
+    the micro-batches do not divide the batch.
     """
     mesh = Mesh(((MICRO_BATCH, count), *assignment.mesh.axes))
     follower = _Follower(operators, assignment, mesh, sources)
     follower.follow()
+    produced = result_layouts(operators, assignment)
     sinks, sink_aliases = [], {}
     for i, ((value, wanted), layout) in enumerate(zip(outputs, assignment.sinks, strict=True)):
         place = follower.places[value]
@@ -151,7 +154,8 @@ def micro_batched(
             raise _mixes(operators.by_node[value.node])
         sinks.append(extended(layout, place if wanted is None else wanted))
         if i in reduced_each and place == PARTIAL and wanted == WHOLE:
-            sink_aliases[i] = extended(layout, place)
+            later = tuple(pair for pair in produced[value].partial if pair[0] == REPLICATE_AXIS)
+            sink_aliases[i] = extended(Layout(layout.dims, later), place)
     return Assignment(
         mesh,
         follower.strategies,

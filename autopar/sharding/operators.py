@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -44,6 +44,11 @@ VIEWS = frozenset(
         aten.alias.default,
     }
 )
+
+
+#: Operators that shift or cut along dims that they cannot be split in: a result's dim is what the operand's was. So
+#: labels still have a sequence once they are shifted.
+_MOVES = frozenset({aten.constant_pad_nd.default, aten.slice.Tensor, aten.roll.default, aten.flip.default})
 
 
 class Value(NamedTuple):
@@ -110,7 +115,7 @@ class Operators:
     @cached_property
     def sequence(self) -> Carried:
         """Where dim 1 of the inputs is, followed when first asked for."""
-        return _carried(self.by_node, self.batch_dims, dict.fromkeys(self.sequences, 1), self.tangents)
+        return _carried(self.by_node, self.batch_dims, dict.fromkeys(self.sequences, 1), self.tangents, _MOVES)
 
     def __iter__(self) -> Iterator[Operator]:
         return iter(self.by_node.values())
@@ -208,10 +213,11 @@ def _batch_of(rule: Rule, batch_dims: Sequence[frozenset[int]]) -> tuple[frozens
     return batch, [frozenset(d for d, f in enumerate(dims) if f and f[0] in batch) for dims in rule.results]
 
 
-def _follow_batch(
-    by_node: dict[fx.Node, Operator], batch_dims: dict[Value, frozenset[int]]
+def _follow(
+    by_node: dict[fx.Node, Operator], batch_dims: dict[Value, frozenset[int]], moves: Collection[Any]
 ) -> dict[fx.Node, frozenset[str]]:
-    """Follow the batch from the placeholders in ``batch_dims`` (filled for all other values) through the rules."""
+    """Follow the batch from the placeholders in ``batch_dims`` (filled for all other values) through the rules, and
+    through the operators ``moves`` dim by dim."""
     batch_factors: dict[fx.Node, frozenset[str]] = {}
     known: dict[Any, tuple[frozenset[str], list[frozenset[int]]]] = {}
     for node, op in by_node.items():
@@ -220,6 +226,8 @@ def _follow_batch(
         if key not in known:
             known[key] = _batch_of(op.rule, given)
         batch_factors[node], results = known[key]
+        if op.call.target in moves:
+            results = [given[0]]
         for i, dims in enumerate(results):
             batch_dims[Value(node, i)] = dims
     return batch_factors
@@ -230,12 +238,13 @@ def _carried(
     values: Iterable[Value],
     inputs: Mapping[fx.Node, int],
     tangents: Mapping[fx.Node, fx.Node],
+    moves: Collection[Any] = (),
 ) -> Carried:
     """Follow the dim that ``inputs`` gives of every placeholder that has it; ``values`` has all placeholders."""
     dims = {v: frozenset({inputs[v.node]} if v.node in inputs else ()) for v in values if v.node.op == "placeholder"}
-    _follow_batch(by_node, dims)
+    _follow(by_node, dims, moves)
     dims.update({Value(tangent): dims[value_of(output)] for tangent, output in tangents.items()})
-    return Carried(_follow_batch(by_node, dims), dims)
+    return Carried(_follow(by_node, dims, moves), dims)
 
 
 def read_operators(

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from autopar.sharding.layout import MICRO_BATCH, Layout, Mesh
+from autopar.sharding.axes import joint_axes
+from autopar.sharding.layout import JOINT, MICRO_BATCH, Layout, Mesh
 
 #: Charge for starting one collective, in bytes on the wire: what a 10 us start costs on a 25 GB/s link. It only decides
 #: between paths of nearly equal volume (fewer collectives win); seconds come from the cost model.
@@ -25,7 +26,7 @@ LOCAL_BYTES = 1
 
 @dataclass(frozen=True)
 class Step:
-    """One elementary move on one axis.
+    """One elementary move on one axis, or on several taken together (`sharding.axes.joint_axes`).
 
     ``kind`` is ``chunk`` or ``mask`` (local: keep one piece, or make all replicas but the first zero, so that they add
     up), ``all_gather``, ``all_to_all``, ``reduce_scatter`` or ``all_reduce``; ``source`` is the dim that is gathered,
@@ -62,6 +63,7 @@ def _moves(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Step]
                 if room(d, axis):
                     after = _with_dim(reduced, d, (*layout.dims[d], axis))
                     yield Step("reduce_scatter", axis, layout, after, target=d, op=op)
+    yield from _joint_moves(layout, mesh, room)
     for d, axes in enumerate(layout.dims):
         if axes:
             gathered = _with_dim(layout, d, axes[:-1])
@@ -78,6 +80,23 @@ def _moves(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Step]
             for d in range(ndim):
                 if room(d, axis):
                     yield Step("chunk", axis, layout, _with_dim(layout, d, (*layout.dims[d], axis)), target=d)
+
+
+def _joint_moves(layout: Layout, mesh: Mesh, room: Callable[[int, str], bool]) -> Iterator[Step]:
+    """The moves from ``layout`` that take several axes at once, each one collective instead of several."""
+    owed = dict(layout.partial)
+    for axes in joint_axes(mesh):
+        joint, ops = JOINT.join(axes), {owed.get(axis) for axis in axes}
+        if len(ops) == 1 and (op := ops.pop()) is not None:
+            reduced = Layout(layout.dims, tuple(pair for pair in layout.partial if pair[0] not in axes))
+            yield Step("all_reduce", joint, layout, reduced, op=op)
+            for d in range(len(layout.dims)) if op == "sum" else ():
+                if room(d, joint):
+                    after = _with_dim(reduced, d, (*layout.dims[d], *axes))
+                    yield Step("reduce_scatter", joint, layout, after, target=d, op=op)
+        for d, split in enumerate(layout.dims):
+            if split[-len(axes) :] == axes:
+                yield Step("all_gather", joint, layout, _with_dim(layout, d, split[: -len(axes)]), source=d)
 
 
 def _numel(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> int:

@@ -18,7 +18,7 @@ from autopar.cost_model.communication import collective_seconds
 from autopar.cost_model.compute import Work, work_seconds
 from autopar.cost_model.memory import SYMBOLS as STATE_SYMBOLS
 from autopar.cost_model.memory import state_formulas
-from autopar.sharding.axes import TOKEN_AXES
+from autopar.sharding.axes import is_of_tokens
 from autopar.sharding.buckets import BUCKET_BYTES, block_of
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value
@@ -95,7 +95,7 @@ class Prices:
         if step.kind in LOCAL:
             return 0.0
         nbytes = whole_elements(step, self.mesh, spec.shape) * spec.dtype.itemsize
-        times = share.times(step.kind) if share is not None and step.axis in TOKEN_AXES else 1.0
+        times = share.times(step.kind) if share is not None and is_of_tokens(step.axis) else 1.0
         return self.collective_seconds(step.kind, step.axis, nbytes * times) / times
 
     @functools.cache  # noqa: B019  frozen, and as short-lived as the solve
