@@ -1,0 +1,54 @@
+"""What a publisher's words mean here, read from ``data/families.toml``, which explains every key."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from published.rows import Row
+
+TABLE = Path(__file__).parent.parent / "data" / "families.toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The conventions of one ``source_family``, under the keys of the table."""
+
+    framework: str
+    fused: bool
+    attention: str
+    dropout: float
+    reduce: str
+    recompute: str
+    selective: str
+    zero: int
+    zero_2: str
+    memory: str
+    source: str
+
+    @property
+    def written_out(self) -> bool:
+        """Whether attention holds all its scores."""
+        return self.attention == "written out"
+
+
+@functools.cache
+def _tables() -> Mapping[str, Any]:
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def family_of(row: Row) -> Family:
+    """The conventions of a row: those of its family, with what its notes and its ``compile`` say."""
+    tables = _tables()
+    own = dict(tables.get(row.source_family, {}))
+    markers = own.pop("markers", ())
+    found = Family(**{**tables["default"], **own})
+    for marker in markers:
+        changes = {key: value for key, value in marker.items() if key != "contains"}
+        if marker["contains"] in (row.notes or ""):
+            found = replace(found, **changes)
+    return found if row.compile is None else replace(found, fused=row.compile == "y")

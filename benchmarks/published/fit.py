@@ -1,0 +1,99 @@
+"""What is fitted to published rows: one level a chip; and the peer, one utilisation a chip, fitted on the same rows.
+
+The level of a chip says how much slower its kernels run in a long training step than in the microbenchmarks that the
+cost model is built on: a power limit lowers the clock, and a framework leaves gaps. It has no unit: 1.1 means that
+compute takes 10 % longer. Left out of its fit is always the family that is judged with it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.cost_model.hardware import Device
+from published.clusters import cluster_of
+from published.families import family_of
+from published.models import is_gated, shape_of
+from published.predict import Prediction
+from published.rows import Row
+from published.score import timed
+
+#: The levels that are tried: from a tenth faster than the microbenchmarks to half as fast.
+LEVELS = np.geomspace(0.9, 2.0, 161)
+
+#: Parts of a step that take longer where compute does.
+SCALED = ("compute", "bubble", "optimizer")
+
+
+def with_level(p: Prediction, level: float) -> Prediction:
+    """The prediction on a chip whose compute takes ``level`` times as long; a bubble is compute of other ranks."""
+    assert p.breakdown is not None
+    parts = {kind: seconds * (level if kind in SCALED else 1.0) for kind, seconds in p.breakdown.items()}
+    return replace(p, seconds=sum(parts.values()), breakdown=parts)
+
+
+def best_level(found: Iterable[Prediction]) -> float:
+    """The level with the least mean over families of the median error."""
+    by_family: dict[str, list[Prediction]] = defaultdict(list)
+    for p in timed(found):
+        by_family[p.row.source_family].append(p)
+
+    def off(level: float) -> float:
+        medians = []
+        for rows in by_family.values():
+            ratios = [(with_level(p, level).seconds or 0.0) / (p.row.published_seconds or 1.0) for p in rows]
+            medians.append(np.median(np.abs(np.log(ratios))))
+        return float(np.mean(medians))
+
+    return float(min(LEVELS, key=off))
+
+
+def leave_one_out(
+    found: Sequence[Prediction],
+    fit: Callable[[Iterable[Prediction]], float],
+    apply: Callable[[Prediction, float], Prediction],
+) -> tuple[list[Prediction], dict[str, dict[str, float]]]:
+    """Every family's timed predictions with a constant that is fitted to the other families' on the same hardware
+    (without any such, to those on all hardware; of a file of one family, to its own, which then is no test); and the
+    constants, by family and hardware."""
+    usable = timed(found)
+    constants: dict[str, dict[str, float]] = defaultdict(dict)
+    for p in usable:
+        family, hardware = p.row.source_family, p.row.hardware
+        if hardware not in constants[family]:
+            others = [q for q in usable if q.row.source_family != family] or usable
+            constants[family][hardware] = fit([q for q in others if q.row.hardware == hardware] or others)
+    return [apply(p, constants[p.row.source_family][p.row.hardware]) for p in usable], dict(constants)
+
+
+def model_flops(row: Row) -> float:
+    """FLOPs of a step without recomputation: 6 a weight of a matrix and token, and causal attention."""
+    family = family_of(row)
+    shape = shape_of(row, gated=is_gated(row), written_out=family.written_out, dropout=0.0)
+    length, tokens = row.seq_len or 0, (row.global_batch or 0) * (row.seq_len or 0)
+    weights = shape.parameters - (0 if shape.tied else shape.vocab * shape.hidden)
+    return 6.0 * tokens * (weights + shape.layers * shape.hidden * length)
+
+
+def peer_seconds(row: Row, device: Device) -> float:
+    """Seconds of a step at the peak of all devices: what the peer divides by its utilisation."""
+    return model_flops(row) / (row.n_gpus * device.peak_flops["fp16"])
+
+
+def peer(found: Iterable[Prediction]) -> list[Prediction]:
+    """The peer's predictions, at a utilisation of 1, of the same rows."""
+    result = []
+    for p in timed(found):
+        cluster = cluster_of(p.row)
+        assert cluster is not None
+        seconds = peer_seconds(p.row, cluster.device)
+        result.append(Prediction(p.row, seconds, {"compute": seconds}))
+    return result
+
+
+def best_slowdown(found: Iterable[Prediction]) -> float:
+    """1 / utilisation: the median of published over ideal time."""
+    return float(np.median([(p.row.published_seconds or 0.0) / (p.seconds or 1.0) for p in timed(found)]))

@@ -1,0 +1,168 @@
+"""Row -> workload and hints: the published configuration in this project's words, or why it has none."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.hints import Hints
+from autopar.schedule import SCHEDULES
+from autopar.workload import Workload
+from published.families import Family
+from published.models import Shape, after_layers, layers_of
+from published.rows import Row
+
+#: What sources call a schedule, beginning so -> ours. Without a pipeline a row's schedule does not matter.
+_SCHEDULES = {
+    "interleaved 1F1B": "interleaved",
+    "1F1B": "1f1b",
+    "ZB-1p": "interleaved-zb",
+    "ZB-2p": "zb-2p",
+    "ZBV": "zbv",
+    "V-half": "v-half",
+    "V-min": "v-min",
+}
+#: Micro-batches, in samples, that are tried where a source does not say.
+TRIED = (1, 2, 4, 8)
+
+
+class NotCovered(Exception):
+    """A row that cannot be predicted; its text is the reason."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Degrees and sizes of a row, with nothing left open. ``chunks`` are stages a rank of the pipeline, ``zero_group``
+    ranks of dp x cp that state is split over."""
+
+    dp: int
+    cp: int
+    tp: int
+    pp: int
+    chunks: int
+    micro_batch: int
+    micro_batches: int
+    zero: int
+    zero_group: int
+    recompute: str
+    schedule: str | None
+
+
+def check_covered(row: Row) -> None:
+    """NotCovered for what no prediction is made of."""
+    if row.family == "moe":
+        raise NotCovered("mixture of experts: experts are not split yet")
+    if not row.is_16bit:
+        raise NotCovered(f"products in {row.precision.partition('-')[0]}: autopar runs none in 8 bits")
+    for name, value in (("seq_len", row.seq_len), ("global_batch", row.global_batch), ("tp", row.tp), ("pp", row.pp)):
+        if value is None:
+            raise NotCovered(f"the source does not say {name}")
+
+
+def configurations(row: Row, family: Family) -> list[Configuration]:
+    """The row's configuration; several if the source does not say the micro-batch. NotCovered if it fits no mesh."""
+    tp, pp, cp = row.tp or 1, row.pp or 1, row.cp or 1
+    dp, rest = divmod(row.n_gpus, tp * pp * cp)
+    if rest or not dp:
+        raise NotCovered(f"tp {tp} x pp {pp} x cp {cp} does not divide {row.n_gpus} devices")
+    sizes = TRIED if row.micro_batch is None else (row.micro_batch,)
+    batch = row.global_batch or 1
+    sizes = tuple(n for n in sizes if batch % (dp * n) == 0)
+    if not sizes:
+        raise NotCovered("micro-batches do not divide the batch")
+    zero = family.zero if row.zero_stage is None else row.zero_stage
+    group = row.zero_group_size or dp * cp
+    return [
+        Configuration(
+            dp=dp,
+            cp=cp,
+            tp=tp,
+            pp=pp,
+            chunks=_chunks(row, pp),
+            micro_batch=n,
+            micro_batches=batch // (dp * n),
+            zero=zero if dp * cp > 1 else 0,
+            zero_group=min(group, dp * cp),
+            recompute=_recompute(row, family),
+            schedule=_schedule(row, pp, batch // (dp * n)),
+        )
+        for n in sizes
+    ]
+
+
+def _recompute(row: Row, family: Family) -> str:
+    mode = row.recompute or family.recompute
+    if mode == "selective":
+        mode = family.selective
+    return f"full:{math.ceil(row.n_layers / 2)}" if mode == "half" else mode
+
+
+def _chunks(row: Row, pp: int) -> int:
+    """Stages a rank: those printed; of an interleaved or V-shaped schedule without them as many as there are layers."""
+    schedule = row.schedule or ""
+    if pp == 1:
+        return 1
+    if schedule.startswith(("ZBV", "V-")):
+        return 2
+    if not schedule.startswith("interleaved"):
+        return row.vpp or 1
+    return row.vpp or max(1, (row.n_layers + 2) // pp)
+
+
+def _schedule(row: Row, pp: int, micro_batches: int) -> str | None:
+    """Our name for the row's schedule. One forward and one backward in turn with fewer micro-batches than ranks is what
+    GPipe does, whose bubble is the same."""
+    if pp == 1:
+        return None
+    for start, name in _SCHEDULES.items():
+        if (row.schedule or "1F1B").startswith(start):
+            if name == "1f1b" and row.vpp not in (None, 1):
+                return "interleaved"
+            return "gpipe" if name == "1f1b" and micro_batches < pp else name
+    raise NotCovered(f"the schedule {row.schedule} is not known")
+
+
+def workload_of(row: Row, family: Family, optimizer: str = "adamw") -> Workload:
+    """Mixed precision with an optimizer in float32."""
+    return Workload(
+        global_batch=row.global_batch,
+        seq_len=row.seq_len,
+        optimizer=optimizer,
+        param_dtype="float16" if row.precision == "fp16" else "bfloat16",
+        reduce_dtype=family.reduce,
+    )
+
+
+def hints_of(configuration: Configuration, family: Family, shape: Shape) -> Hints:
+    """Everything the row decides. NotCovered for a schedule that there is not."""
+    c = configuration
+    if c.schedule is not None and c.schedule not in SCHEDULES:
+        raise NotCovered(f"the schedule {c.schedule} is not available")
+    given: dict[str, object] = {"dp": c.dp, "tp": c.tp, "pp": c.pp, "micro_batch_size": c.micro_batch}
+    given |= {"recompute": c.recompute, "zero": c.zero}
+    if c.zero == 2 and family.zero_2 == "shard_grad_op":
+        given |= {"zero": 3, "reshard_after_forward": False}
+    if c.cp > 1:
+        given["cp"] = c.cp
+    if c.zero and c.zero_group < c.dp * c.cp:
+        given["zero_group_size"] = max(1, c.zero_group // c.cp)
+    if c.schedule is not None:
+        given |= {"schedule": c.schedule, "stages": stages(shape, c.pp * c.chunks)}
+    return Hints(**given)  # type: ignore[arg-type]
+
+
+def stages(shape: Shape, count: int) -> dict[str, int]:
+    """Layers to stages as Megatron does: equally many each; if only that divides, embedding and head count as a layer
+    each; else the first stages have one more."""
+    layers, prefix = shape.layers, layers_of(shape)
+    extra = 1 if layers % count and (layers + 2) % count == 0 else 0
+    units = layers + 2 * extra
+    size, more = divmod(units, count)
+    if not size:
+        raise NotCovered(f"{layers} layers cannot be cut into {count} stages")
+    edges = [0]
+    for stage in range(count):
+        edges.append(edges[-1] + size + (1 if stage < more else 0))
+    stage_of = [stage for stage in range(count) for _ in range(edges[stage], edges[stage + 1])]
+    found = {f"{prefix}.{i}": stage_of[i + extra] for i in range(layers)}
+    return found | dict.fromkeys(after_layers(shape), count - 1)

@@ -1,0 +1,189 @@
+"""benchmarks/published_runs.py: rows of published runs are read, rebuilt, predicted and counted."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+RUNS = BENCHMARKS / "data" / "published_runs.csv"
+sys.path.insert(0, str(BENCHMARKS))
+
+import published_runs  # noqa: E402
+from published import fit, score  # noqa: E402
+from published.clusters import cluster_of, network_gbs  # noqa: E402
+from published.families import family_of  # noqa: E402
+from published.models import is_gated, shape_of  # noqa: E402
+from published.plans import NotCovered, configurations, hints_of, stages  # noqa: E402
+from published.predict import Prediction, Predictor  # noqa: E402
+from published.report import figures, text  # noqa: E402
+from published.rows import Row, read_rows  # noqa: E402
+
+from autopar.errors import InputError  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Row]:
+    return {row.run_id: row for row in read_rows(RUNS)}
+
+
+def _predicted(row: Row, seconds: float, **more: Any) -> Prediction:
+    return Prediction(row, seconds, {"compute": seconds}, **more)
+
+
+def _changed(row: Row, **changes: Any) -> Row:
+    return Row(**{**{name: getattr(row, name) for name in Row.__dataclass_fields__}, **changes})
+
+
+def test_rows_of_all_families_have_models_and_clusters(rows: dict[str, Row]) -> None:
+    """Weights of rebuilt shapes are those that the models' names say; every row has a device."""
+    named = {"mosaic-001": 64.9e9, "korthikanti-2a": 174.6e9, "bloom-final": 176.2e9, "fms-08": 69.0e9,
+             "nanotron-01": 1.34e9, "megascale-01": 174.7e9, "internevo-002": 7.3e9}  # fmt: skip
+    for run_id, wanted in named.items():
+        if run_id in rows:
+            shape = shape_of(rows[run_id], gated=is_gated(rows[run_id]), written_out=False, dropout=0.0)
+            assert shape.parameters == pytest.approx(wanted, rel=0.01), run_id
+    assert all(cluster_of(row) is not None for row in rows.values())
+    assert sum(name in rows for name in named) >= 5
+
+
+def test_networks_are_read_from_what_sources_print() -> None:
+    """GB/s a device and direction, by hand."""
+    printed = {
+        "InfiniBand NDR 400Gb/s per GPU (Eos)": 50.0,
+        "RoCE 1600 Gb/s per node": 25.0,  # of 8 devices
+        "RoCE 4x100 Gb/s per node": 6.25,
+        "InfiniBand HDR 200Gb/s x8 per node (Selene)": 25.0,
+        "8x200Gb/s per node RDMA": 25.0,
+        "InfiniBand 8x50 GB/s": 50.0,
+        "Omni-Path 4x100Gb/s per node (Jean Zay)": 6.25,
+        "RoCE RDMA": None,
+    }
+    assert {words: network_gbs(words, 8) for words in printed} == printed
+    assert network_gbs(None, 8) is None
+
+
+def test_stages_are_cut_as_megatron_cuts_them(rows: dict[str, Row]) -> None:
+    """22 layers on 8 ranks: embedding and head count as a layer each, so that the first and the last rank have two
+    layers and the others three; with a layer a stage the head is a stage of its own."""
+    row = next(r for r in rows.values() if r.model_name == "GPT-1.5B(ZB)")
+    shape = shape_of(row, gated=False, written_out=True, dropout=0.1)
+    found = stages(shape, 8)
+    layers = [stage for name, stage in found.items() if name.startswith("layers.")]
+    assert [layers.count(stage) for stage in range(8)] == [2, 3, 3, 3, 3, 3, 3, 2]
+    assert found["head"] == 7
+    single = stages(shape, 24)
+    assert (single["layers.0"], single["layers.21"], single["head"]) == (1, 22, 23)
+    with pytest.raises(NotCovered, match="cannot be cut into 30 stages"):
+        stages(shape, 30)
+
+
+def test_configurations_keep_what_a_row_says(rows: dict[str, Row]) -> None:
+    """Degrees, schedule and recomputation of a row become hints; what it leaves open is tried."""
+    row = rows["korthikanti-2a"]  # 175B: 8 x 8 devices, 3 chunks, 64 sequences one by one, full recomputation
+    (found,) = configurations(row, family_of(row))
+    hints = hints_of(found, family_of(row), shape_of(row, gated=False, written_out=True, dropout=0.1))
+    assert (hints.dp, hints.tp, hints.pp, hints.zero) == (1, 8, 8, 0)
+    assert (hints.schedule, hints.recompute, hints.micro_batch_size) == ("interleaved", "full", 1)
+    assert found.micro_batches == 64
+    assert hints.stages is not None
+    assert max(hints.stages.values()) == 8 * 3 - 1
+    open_row = _changed(row, micro_batch=None, schedule="1F1B", vpp=None)
+    assert [c.micro_batch for c in configurations(open_row, family_of(row))] == [1, 2, 4, 8]
+    few = _changed(open_row, micro_batch=16)  # 4 micro-batches on 8 ranks
+    assert [c.schedule for c in configurations(few, family_of(row))] == ["gpipe"]
+    with pytest.raises(NotCovered, match="do not divide"):
+        configurations(_changed(row, micro_batch=3), family_of(row))
+
+
+def test_scores_by_hand(rows: dict[str, Row]) -> None:
+    """Published 10, 10.3, 12 and 20 s in one group; the first two are a tie. Predicted 9, 12, 11 and 30 s."""
+    base = rows["bloom-087"]
+    made = [
+        _predicted(_changed(base, run_id=str(i), rank_group="G", step_time_s=published), predicted)
+        for i, (published, predicted) in enumerate([(10.0, 9.0), (10.3, 12.0), (12.0, 11.0), (20.0, 30.0)])
+    ]
+    found = score.time_errors(made)
+    assert found is not None
+    assert found.median == pytest.approx((0.1 + 12 / 10.3 - 1) / 2)  # of 0.083, 0.1, 0.165 and 0.5
+    assert score.ordered_rightly(made) == (4, 5)  # wrong: 10.3 against 12
+    ranked = score.concordance(made)
+    assert ranked is not None
+    assert (ranked.share, ranked.pairs) == (0.8, 5)
+    (lost,) = score.regrets(made[1:3])  # the slower of 10.3 and 12 is picked
+    assert (lost.picked, lost.best) == ("2", "1")
+    assert lost.regret == pytest.approx(12 / 10.3 - 1)
+    mixed = [_predicted(_changed(p.row, rank_kind="schedule+cross-framework"), 1.0) for p in made]
+    assert score.concordance(mixed) is None
+
+
+def test_levels_are_fitted_without_the_family_that_is_judged(rows: dict[str, Row]) -> None:
+    """Two families on one chip, one twice as fast as predicted by half: each is judged by the other's level."""
+    base = _changed(rows["bloom-087"], step_time_s=12.0)
+    made = [_predicted(_changed(base, source_family=family), 12.0 / level)
+            for family, level in (("a", 1.2), ("b", 1.5))]  # fmt: skip
+    judged, levels = fit.leave_one_out(made, fit.best_level, fit.with_level)
+    assert levels["a"][base.hardware] == pytest.approx(1.5, rel=0.005)
+    assert levels["b"][base.hardware] == pytest.approx(1.2, rel=0.005)
+    ratios = [(p.seconds or 0) / 12.0 for p in judged]
+    assert ratios == pytest.approx([1.5 / 1.2, 1.2 / 1.5], rel=0.005)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of a small model, a mixture of experts, and a row without a batch."""
+    with RUNS.open(newline="", encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    small = next(r for r in table if r["model_name"] == "MPT-125m" and r["hardware"] == "A100-80GB-SXM")
+    moe = next(r for r in table if r["family"] == "moe")
+    path = tmp_path_factory.mktemp("runs") / "three.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, table[0])
+        writer.writeheader()
+        writer.writerows([small, moe, {**small, "run_id": "open", "global_batch": ""}])
+    return path
+
+
+def test_every_row_is_predicted_or_counted(three: Path) -> None:
+    """Three rows: one is predicted, within a factor of two; two are counted with their reasons; text and JSON work."""
+    found = [Predictor().predict(row) for row in read_rows(three)]
+    values = figures(found, leave_one_out=True)
+    covered = values["coverage"]
+    assert (covered["rows"], covered["predicted"]) == (3, 1)
+    assert sum(covered["reasons"].values()) == 2
+    assert sum("global_batch" in reason for reason in covered["reasons"]) == 1
+    assert sum("experts" in reason for reason in covered["reasons"]) == 1
+    assert 0.5 < found[0].seconds / found[0].row.step_time_s < 2  # type: ignore[operator]
+    assert math.isclose(sum(found[0].breakdown.values()), found[0].seconds)  # type: ignore[union-attr,arg-type]
+    assert {"step_time", "memory", "concordance", "coverage", "by_family"} <= values.keys()
+    assert {"median", "p90"} <= values["step_time"].keys()
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
+    assert "covered: 1 of 3 rows" in text(values)
+
+
+def test_a_malformed_file_is_one_clear_error(three: Path, tmp_path: Path) -> None:
+    """A cell that is no number, a column that is missing, and a file that is not there."""
+    content = three.read_text(encoding="utf-8")
+    bad = tmp_path / "bad.csv"
+    bad.write_text(content.replace(",768,", ",many,", 1), encoding="utf-8")
+    with pytest.raises(InputError, match=r"bad\.csv, line 2: hidden is malformed"):
+        read_rows(bad)
+    bad.write_text(content.replace("seq_len", "length", 1), encoding="utf-8")
+    with pytest.raises(InputError, match="no seq_len"):
+        read_rows(bad)
+    with pytest.raises(InputError, match="Cannot read"):
+        read_rows(tmp_path / "nowhere.csv")
+
+
+def test_the_command_ends_with_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No traceback: what goes to standard error is the text."""
+    monkeypatch.setattr(sys, "argv", ["published_runs.py", "--runs", str(tmp_path / "nowhere.csv")])
+    with pytest.raises(SystemExit, match="Cannot read the runs"):
+        published_runs.main()
