@@ -28,6 +28,7 @@ from autopar.errors import (
 )
 from autopar.hints import Hints
 from autopar.plan import Plan
+from autopar.schedule import SCHEDULES, SIMULATED_SCHEDULES
 from autopar.solver.search import structure_hash
 from autopar.workload import Workload
 
@@ -166,7 +167,14 @@ def is_for(plan: Plan, model: nn.Module) -> bool:
 
 
 def check_plan(plan: Plan, model: nn.Module) -> None:
-    """PlanError unless the plan is for this model; names what differs."""
+    """PlanError unless the plan is for this model, naming what differs, and its schedule can be run."""
+    if plan.schedule in SIMULATED_SCHEDULES:
+        raise PlanError(
+            f"the schedule {plan.schedule} can be planned with, but not run",
+            expected=f"one of {', '.join(SCHEDULES)}",
+            found=plan.schedule,
+            change="plan with another schedule: torch.distributed.pipelining does not have this one",
+        )
     if is_for(plan, model):
         return
     own = {name: tuple(p.shape) for name, p in model.named_parameters()}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from autopar.errors import HintError
-from autopar.schedule import SCHEDULES
+from autopar.schedule import ALL_SCHEDULES
 from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, STATE_AXES, TENSOR_AXIS
 from autopar.sharding.recompute import blocks_made_again
 
@@ -83,8 +83,8 @@ class Hints:
     """Decisions that the planner must keep; None leaves them to it.
 
     ``pp``, ``dp``, ``cp`` and ``tp`` are degrees (`sharding.axes`), ``schedule`` is a pipeline schedule (one of
-    `autopar.schedule.SCHEDULES`), ``stages`` maps patterns of module paths (blocks, and modules outside of them that
-    own parameters) to pipeline stages, ``zero`` is 0 to 3, ``zero_group_size`` says over how many ranks of dp (times
+    `autopar.schedule.ALL_SCHEDULES`), ``stages`` maps patterns of module paths (blocks, and modules outside of them
+    that own parameters) to pipeline stages, ``zero`` is 0 to 3, ``zero_group_size`` says over how many ranks of dp (x
     cp) ZeRO splits state, of which the other ranks have replicas (hybrid ZeRO), ``reshard_after_forward=False``
     (FSDP2's word) keeps what ZeRO-3 gathers for a forward until its backward (`sharding.zero`), ``micro_batch_size`` is
     in samples a rank, ``recompute`` is
@@ -288,12 +288,12 @@ def _checked_stages(stages: object) -> dict[str, int]:
 
 def _check_pipeline(hints: Hints) -> None:
     """HintError for a schedule that there is not, and for hints of a pipeline without one."""
-    if hints.schedule is not None and hints.schedule not in SCHEDULES:
+    if hints.schedule is not None and hints.schedule not in ALL_SCHEDULES:
         raise HintError(
             f"schedule={hints.schedule!r} is not available.",
-            expected=f"one of {', '.join(SCHEDULES)}",
+            expected=f"one of {', '.join(ALL_SCHEDULES)}",
             found=repr(hints.schedule),
-            change=nearest_names(str(hints.schedule), SCHEDULES),
+            change=nearest_names(str(hints.schedule), ALL_SCHEDULES),
         )
     for name in ("schedule", "stages"):
         if getattr(hints, name) is not None and hints.pp in (None, 1):

@@ -2,7 +2,8 @@
 
 GPipe and 1F1B are written out here; the orders of the others are those of ``torch.distributed.pipelining``. Every one
 of them runs on ``_PipelineScheduleRuntime`` (runtime/pipeline.py), is simulated by `autopar.verify`, and is what the
-bubble is computed from (cost_model/bubble.py).
+bubble is computed from (cost_model/bubble.py). `SIMULATED_SCHEDULES` are those that torch does not have: they can be
+planned with, and compared with what others have published, but not run.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ SCHEDULES: dict[str, int | None] = {
     "zbv": 2,
     "dualpipev": 2,
 }
+#: The same of schedules that cannot be run: ZB-2p (ZB-H2 of Qi et al., "Zero Bubble Pipeline Parallelism", 2023) and
+#: V-Half (Qi et al., "Pipeline Parallelism with Controllable Memory", 2024).
+SIMULATED_SCHEDULES: dict[str, int | None] = {"zb-2p": 1, "v-half": 2}
+#: All of them.
+ALL_SCHEDULES = SCHEDULES | SIMULATED_SCHEDULES
 #: Schedules whose ranks have their first stages in order and their second ones in reverse, so that the first and the
 #: last stage share a rank.
-V_SHAPED = frozenset({"zbv", "dualpipev"})
+V_SHAPED = frozenset({"zbv", "dualpipev", "v-half"})
 #: Schedules that run the backward of inputs and of weights apart.
-SPLIT_BACKWARD = frozenset({"interleaved-zb", "zbv", "dualpipev"})
+SPLIT_BACKWARD = frozenset({"interleaved-zb", "zbv", "dualpipev", "zb-2p", "v-half"})
 
 
 class Action(NamedTuple):
@@ -52,7 +58,7 @@ def stage_ranks(schedule: str, pp: int, stages: int) -> tuple[int, ...]:
 
 def check_stages(schedule: str, pp: int, stages: int) -> None:
     """HintError unless ``schedule`` can run ``stages`` stages on ``pp`` ranks."""
-    chunks = SCHEDULES[schedule]
+    chunks = ALL_SCHEDULES[schedule]
     if stages % pp or (chunks is not None and stages != chunks * pp):
         raise HintError(
             f"The schedule {schedule} cannot run {stages} stages on {pp} ranks.",
@@ -106,17 +112,57 @@ def _one_f_one_b(rank: int, pp: int, micro_batches: int) -> list[tuple[int, str,
     return found + [(rank, "B", m) for m in range(micro_batches - ahead, micro_batches)]
 
 
+def _zb_2p(rank: int, pp: int, micro_batches: int) -> list[tuple[int, str, int]]:
+    """Twice as many forwards ahead as 1F1B, so that no rank waits for its first backward. For the last 2 pp - 1
+    micro-batches ranks leave work on weights for later while there are forwards, so that the first rank, which has none
+    left, gets its backwards as fast as it can run them with the work on weights."""
+    ahead, done = min(2 * (pp - rank) - 1, micro_batches), 0
+    found = [(rank, "F", m) for m in range(ahead)]
+    for m in range(micro_batches):
+        found.append((rank, "I", m))
+        if m < micro_batches - 2 * pp + 1 or ahead == micro_batches:
+            found.append((rank, "W", done))
+            done += 1
+        if ahead < micro_batches:
+            found.append((rank, "F", ahead))
+            ahead += 1
+    return found + [(rank, "W", m) for m in range(done, micro_batches)]
+
+
+def _v_half(rank: int, pp: int, micro_batches: int) -> list[tuple[int, str, int]]:
+    """One micro-batch's actions at fixed times, the next one's six units later: of a rank's six actions (F, I and W of
+    two stages, each of one unit) no two meet. A forward moves on by a rank in one unit going down the V and in two
+    going up, a backward likewise, so that a rank holds a micro-batch's two stages for half as long as 1F1B on average.
+    """
+    wait = (4, 0, 3) if pp % 2 == 0 else (1, 0, 0)  # units at the turns, the fewest with which no two meet
+    back = pp - 1 - rank
+    up = pp + wait[0] + 2 * back
+    turned = pp + wait[0] + 2 * (pp - 1) + 1 + wait[1]
+    times = {(rank, "F"): rank, (pp + back, "F"): up, (pp + back, "I"): turned + rank}
+    times[rank, "I"] = turned + pp + wait[2] + 2 * back
+    taken = {time % 6 for time in times.values()}
+    for stage in (pp + back, rank):
+        free = next(t for t in range(times[stage, "I"] + 1, times[stage, "I"] + 7) if t % 6 not in taken)
+        times[stage, "W"] = free
+        taken.add(free % 6)
+    every = [(time + 6 * m, stage, kind, m) for (stage, kind), time in times.items() for m in range(micro_batches)]
+    return [(stage, kind, m) for _, stage, kind, m in sorted(every)]
+
+
+_WRITTEN = {"1f1b": _one_f_one_b, "zb-2p": _zb_2p, "v-half": _v_half}
+
+
 def torch_order(schedule: str, pp: int, stages: int, micro_batches: int) -> dict[int, list[Any]]:
-    """The actions of every rank of the ``pp`` axis as ``torch.distributed.pipelining`` writes them; None is idle.
+    """The actions of every rank of the ``pp`` axis as ``torch.distributed.pipelining`` writes actions; None is idle.
 
     A number of micro-batches that the schedule cannot run, which a batch of another size than the plan's may have, runs
     breadth first: every stage all its forwards, then all its backwards.
     """
     able = runs(schedule, pp, stages, micro_batches)
-    if able and schedule not in ("gpipe", "1f1b"):
+    if able and schedule != "gpipe" and schedule not in _WRITTEN:
         return pipeline_order(schedule, pp, stages, micro_batches)
-    if able and schedule == "1f1b":
-        rows = {r: _one_f_one_b(r, pp, micro_batches) for r in range(pp)}
+    if able and schedule in _WRITTEN:
+        rows = {r: _WRITTEN[schedule](r, pp, micro_batches) for r in range(pp)}
     else:
         ranks = stage_ranks(schedule, pp, stages)
         rows = {r: _breadth_first([s for s in range(stages) if ranks[s] == r], micro_batches) for r in range(pp)}

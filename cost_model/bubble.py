@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.schedule import Action, Step, global_order, needed, order
+from autopar.schedule import SIMULATED_SCHEDULES, Action, Step, global_order, needed, order
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Script:
 
     rows: tuple[tuple[Step, ...], ...]
     stages: int
+    #: Whether all ranks wait for one another at the end of a step.
+    synchronised: bool = True
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -108,11 +110,13 @@ class Script:
 @functools.lru_cache(maxsize=256)
 def script(schedule: str | None, pp: int, stages: int, micro_batches: int, trained: bool = True) -> Script:
     """The script of a schedule (`autopar.schedule.order`); without one a rank runs its micro-batches one after the
-    other, of a model that is not ``trained`` the forwards alone."""
+    other, of a model that is not ``trained`` the forwards alone. Schedules that are only simulated end as those who
+    published them let them end: ranks go on to the next step, and take it back if the norm of the gradients says so."""
     if schedule is None:
         kinds = "FB" if trained else "F"
         return Script((tuple((Action(0, kind, m),) for m in range(micro_batches) for kind in kinds),), stages)
-    return Script(tuple(map(tuple, order(schedule, pp, stages, micro_batches))), stages)
+    rows = tuple(map(tuple, order(schedule, pp, stages, micro_batches)))
+    return Script(rows, stages, schedule not in SIMULATED_SCHEDULES)
 
 
 def simulate(

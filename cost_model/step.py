@@ -4,7 +4,8 @@ A rank makes what lives for the step (``begin``), runs the actions of its schedu
 micro-batches (``end``), and steps the optimizer. That is what the runtime does: a graph waits for its own collectives
 before it ends, so that no action is beside another one's; with more than one micro-batch the gradients that are reduced
 once a step have no compute beside them; and all ranks wait for one another before the optimizer, as the norm of all
-gradients makes them.
+gradients makes them (but under a schedule that is only simulated, `Script.synchronised`: there a step takes what its
+slowest rank takes from its own beginning to its own end).
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ class _Step:
     def simulate(self) -> Simulated:
         begin, end = self.around(BEGIN), self.around(END)
         pipeline = simulate(self.steps, self.steps.stages, self.took, self.timing.travels, begin)
-        done = max(ends[-1] + last for ends, last in zip(pipeline.ends, end, strict=True))
+        begun = [0.0 if self.steps.synchronised else s[0] - b for s, b in zip(pipeline.starts, begin, strict=True)]
+        done = max(e[-1] + last - b for e, last, b in zip(pipeline.ends, end, begun, strict=True))
         total = done + max(self.timing.shared) + max(self.timing.optimizer)
         work = [self._work(rank) for rank in range(len(self.stages))]
         busy = [

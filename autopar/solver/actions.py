@@ -11,8 +11,9 @@ parts, and ``end`` (gradients that are reduced once a step, sums). Within a grap
 * all other collectives (those of tp and cp, sums of numbers) are waited for where they stand: nothing hides them;
 * what a block makes again in the backward comes right before its backward.
 
-A graph waits for all of its collectives before it ends. Work that is the same for all micro-batches is counted in
-``begin``, of the backward in ``end``.
+A graph waits for all of its collectives before it ends. Where the backward is split, gradients of weights are reduced
+in its second part. Work of the forward that is the same for all micro-batches is counted in ``begin``; casts of
+gradients to the dtype in which they are reduced come before they are added up, in every micro-batch.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -41,41 +42,47 @@ from autopar.solver.setting import Setting
 @dataclass(frozen=True)
 class StageWork:
     """What belongs to one stage: its operators in graph order and those that its backward runs again, seconds of each
-    node's work ``once`` (in one micro-batch), the nodes that run for every micro-batch (``each``), the backward
-    operators that gradients of weights alone are made of, its collectives, and bytes of gradients that are added up
-    over micro-batches."""
+    node's work ``once`` (in one micro-batch), the nodes that run only once a step (``early``), the backward operators
+    that gradients of weights alone are made of, its collectives, and bytes of gradients that are added up over
+    micro-batches."""
 
     operators: Sequence[Operator]
     again: Sequence[Operator]
     once: Mapping[fx.Node, float]
-    each: frozenset[fx.Node]
+    early: frozenset[fx.Node]
     of_weights: frozenset[fx.Node]
     issues: Sequence[Issue]
     accumulated: float = 0.0
 
 
-def programs(work: StageWork, prices: Prices, split: bool) -> dict[str, Program]:
-    """The programs of one stage by kind of action: `BEGIN`, F, `END`, and of its backward B, or if it is ``split`` I
-    and W."""
-    early = [op for op in work.operators if not op.backward and op.node not in work.each]
-    late = [op for op in work.operators if op.backward and op.node not in work.each]
-    forward = [op for op in work.operators if not op.backward and op.node in work.each]
-    backward = [op for op in work.operators if op.backward and op.node in work.each]
+def programs(work: StageWork, prices: Prices, kinds: Collection[str]) -> dict[str, Program]:
+    """The programs of one stage by kind of action: `BEGIN`, F, `END`, and of its backward those of ``kinds``: B, or I
+    and W, or for schedules that run some of them in one piece all three."""
+    early = [op for op in work.operators if op.node in work.early]
+    forward = [op for op in work.operators if not op.backward and op.node not in work.early]
+    backward = [op for op in work.operators if op.backward]
     found = {
         BEGIN: _Writer(work, prices, early, phase="once").write(),
         "F": _Writer(work, prices, forward, phase="forward").write(),
-        END: _Writer(work, prices, late, phase="finish").write(),
+        END: _Writer(work, prices, (), phase="finish").write(),
     }
-    if not split:
+    if "B" in kinds:
         found["B"] = _Writer(work, prices, backward, work.again, "backward").write(work.accumulated)
+    if "W" not in kinds:
         return found
     inputs = [op for op in backward if op.node not in work.of_weights]
     weights = [op for op in backward if op.node in work.of_weights]
-    found["I"] = _Writer(work, prices, inputs, work.again, "backward", besides=weights).write()
-    found["W"] = _Writer(work, prices, weights, phase="backward", besides=[*inputs, *work.again]).write(
-        work.accumulated
-    )
+    first, second = _split(work, {op.node for op in weights})
+    found["I"] = _Writer(replace(work, issues=first), prices, inputs, work.again, "backward").write()
+    found["W"] = _Writer(replace(work, issues=second), prices, weights, phase="backward").write(work.accumulated)
     return found
+
+
+def _split(work: StageWork, weights: Container[fx.Node]) -> tuple[list[Issue], list[Issue]]:
+    """The collectives of the two parts of a backward."""
+    late = [i.ready is not None or i.reader in weights for i in work.issues]
+    parts = list(zip(work.issues, late, strict=True))
+    return [i for i, second in parts if not second], [i for i, second in parts if second]
 
 
 def label(path: str | None) -> str:
@@ -138,7 +145,7 @@ class _Tape:
 
 class _Writer:
     """Writes one graph: ``operators`` in order, before those of a block what it makes ``again``, and the collectives of
-    a ``phase`` that belong to none of the operators ``besides``."""
+    a ``phase``."""
 
     def __init__(
         self,
@@ -147,19 +154,20 @@ class _Writer:
         operators: Sequence[Operator],
         again: Sequence[Operator] = (),
         phase: str = "",
-        besides: Sequence[Operator] = (),
     ) -> None:
         self.work, self.prices, self.tape, self.phase = work, prices, _Tape(), phase
         self.order = _in_order(operators, again)
         self.gathers: dict[tuple[fx.Node, bool], list[Issue]] = defaultdict(list)
         self.moves: dict[tuple[fx.Node, bool], list[Issue]] = defaultdict(list)
         self.reductions: dict[fx.Node, list[Issue]] = defaultdict(list)
-        #: Collectives that belong to no operator here: before the first, and after the last.
+        #: Collectives that belong to no operator here: before the first, and after the last; and reductions of what
+        #: is there from the start.
         self.first: list[Issue] = []
         self.last: list[Issue] = []
-        here, elsewhere = {(op.node, made) for op, made in self.order}, {op.node for op in besides}
+        self.known: list[Issue] = []
+        here = {(op.node, made) for op, made in self.order}
         for issue in work.issues:
-            if issue.phase == phase and (issue.ready or issue.reader) not in elsewhere:
+            if issue.phase == phase:
                 self._sort(issue, here)
         ahead = [g for key in ((op.node, made) for op, made in self.order) for g in self.gathers.get(key, ())]
         self.ahead, self.started = iter(ahead), list[int]()
@@ -167,10 +175,12 @@ class _Writer:
 
     def _sort(self, issue: Issue, here: set[tuple[fx.Node, bool]]) -> None:
         if issue.ready is not None:
-            if issue.depth or (issue.ready, False) not in here:
+            if issue.depth or self.phase == "finish":
                 self.last.append(issue)
-            else:
+            elif (issue.ready, False) in here:
                 self.reductions[issue.ready].append(issue)
+            else:
+                self.known.append(issue)
         elif issue.reader is None or (issue.reader, issue.again) not in here:
             (self.last if self.phase == "finish" else self.first).append(issue)
         elif issue.purpose == "parameters":
@@ -183,6 +193,8 @@ class _Writer:
         before: tuple[str | None, bool] | None = None
         for issue in self.first:
             self._at_once(issue)
+        for issue in self.known:
+            self._reduce(issue)
         self._start_next()
         for op, made in self.order:
             if (op.block, made) != before:
@@ -208,7 +220,7 @@ class _Writer:
             self.tape.compute(stream_seconds(accumulated, self.prices.cluster.device))
         if self.last:
             self.tape.block("", "")
-        for issue in sorted(self.last, key=lambda issue: issue.depth):
+        for issue in sorted(self.last, key=lambda issue: (issue.ready is None, issue.depth)):
             if issue.depth and self.scattered is not None:
                 self.tape.wait(self.scattered)
             if issue.ready is not None:
@@ -239,14 +251,16 @@ class _Writer:
 
 
 def _in_order(operators: Sequence[Operator], again: Sequence[Operator]) -> list[tuple[Operator, bool]]:
-    """Operators with whether they are made again: those of a block before its first operator, others in front."""
+    """Operators with whether they are made again: those of a block before its first operator that is more than a view
+    (of what all blocks share), others in front."""
     waiting: dict[str | None, list[Operator]] = defaultdict(list)
-    blocks = {op.block for op in operators}
+    blocks = {op.block for op in operators if not op.is_view}
     for op in again:
         waiting[op.block if op.block in blocks else None].append(op)
     found = [(op, True) for op in waiting.pop(None, ())]
     for op in operators:
-        found += [(made, True) for made in waiting.pop(op.block, ())]
+        if not op.is_view:
+            found += [(made, True) for made in waiting.pop(op.block, ())]
         found.append((op, False))
     return found
 

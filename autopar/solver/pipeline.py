@@ -17,7 +17,7 @@ from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.errors import HintError
 from autopar.hints import Hints, nearest_names
-from autopar.schedule import SCHEDULES, check_stages
+from autopar.schedule import ALL_SCHEDULES, check_stages
 from autopar.sharding.axes import DATA_AXIS
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operators
@@ -158,7 +158,7 @@ def make_pipeline(captured: Captured, operators: Operators, cluster: Cluster, hi
         stages = hinted(row, hints.stages)
         check_stages(schedule, pp, len(stages))
         return Pipeline(pp, schedule, stages)
-    count = pp * (SCHEDULES[schedule] or CHUNKS)
+    count = pp * (ALL_SCHEDULES[schedule] or CHUNKS)
     return Pipeline(pp, schedule, balanced(costs(captured, operators, cluster), count))
 
 

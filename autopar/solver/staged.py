@@ -10,7 +10,7 @@ from functools import cached_property
 
 from torch import fx
 
-from autopar.capture.graph import Captured
+from autopar.capture.graph import Captured, Parameter
 from autopar.cluster import Group
 from autopar.cost_model.bubble import most_held, script
 from autopar.cost_model.communication import collective_seconds, wire_bytes
@@ -87,7 +87,12 @@ class Stages:
         self.script = script(self.schedule, self.pp, self.count, micro_batches, self.trained)
         self.of_rank = [[s for s, r in enumerate(self.script.ranks) if r == rank] for rank in range(self.pp)]
         fusion = fusion_of(operators, again) if setting.compiled else None
-        self.once, self.each = self._seconds(fusion)
+        self.once, self.early = self._seconds(fusion)
+        self.homes = {p.name: self._homes(p) for p in captured.parameters}
+
+    def _homes(self, p: Parameter) -> frozenset[int]:
+        """The stages that hold a parameter."""
+        return homes((p.name, *p.aliases), self.pipeline.stages) if self.pipeline else frozenset((0,))
 
     def stage(self, node: fx.Node) -> int:
         """The stage of an operator or a parameter."""
@@ -96,12 +101,19 @@ class Stages:
     # -- what belongs to a stage --------------------------------------------------------------------------------------
 
     def _seconds(self, fusion: Fusion | None) -> tuple[dict[fx.Node, float], frozenset[fx.Node]]:
-        """Seconds of every operator once it runs, and those that run for every micro-batch."""
+        """Seconds of every operator when it runs, and those that run once for all micro-batches."""
         work, found = priced_once(list(self.operators), self.operators, self.assignment, self.micro_batches, fusion)
         seconds = self.prices.work_seconds(work) / [w.times for w in work]
         once = {op.node: float(seconds[i]) for op, i in zip(self.operators, found, strict=True)}
-        inline = self.micro_batches == 1
-        return once, frozenset(op.node for op in self.operators if inline or self.operators.batch_factors[op.node])
+        return once, frozenset() if self.micro_batches == 1 else self._same_for_all()
+
+    def _same_for_all(self) -> frozenset[fx.Node]:
+        """The operators of the forward that neither carry the batch nor read what is made of it."""
+        varying: set[fx.Node] = set()
+        for op in self.operators:
+            if self.operators.batch_factors[op.node] or any(value.node in varying for value in op.operands):
+                varying.add(op.node)
+        return frozenset(op.node for op in self.operators if not op.backward and op.node not in varying)
 
     @cached_property
     def operators_of(self) -> list[list[Operator]]:
@@ -116,7 +128,7 @@ class Stages:
         """The parameters that every stage holds, by name."""
         found: list[list[str]] = [[] for _ in range(self.count)]
         for p in self.setting.captured.parameters:
-            for s in homes((p.name, *p.aliases), self.pipeline.stages) if self.pipeline else (0,):
+            for s in self.homes[p.name]:
                 found[s].append(p.name)
         return found
 
@@ -141,13 +153,13 @@ class Stages:
             for names in self.parameters_of
         ]
         parts = zip(self.operators_of, again, issues, added, strict=True)
-        return [StageWork(ops, a, self.once, self.each, weights, i, n) for ops, a, i, n in parts]
+        return [StageWork(ops, a, self.once, self.early, weights, i, n) for ops, a, i, n in parts]
 
     # -- seconds ------------------------------------------------------------------------------------------------------
 
     def programs(self, stage: int) -> dict[str, Program]:
         """The programs of one stage by kind of action."""
-        return programs(self.work[stage], self.prices, self.split)
+        return programs(self.work[stage], self.prices, {kind for _, kind in self.script.kinds})
 
     def timing(self) -> Timing:
         """What a step is simulated from."""
@@ -166,7 +178,7 @@ class Stages:
             {kind: tuple(found) for kind, found in actions.items()},
             (*travels, 0.0),
             (0.0, *travels),
-            tuple(c.seconds if (c := self._shared(rank)) else 0.0 for rank in range(self.pp)),
+            tuple(c.seconds if c else 0.0 for c in self.shared),
             tuple(optimizer),
             self.setting.cluster.device.overlap_rate,
         )
@@ -201,19 +213,24 @@ class Stages:
         """The ranks of a pipeline."""
         return self.setting.cluster.group(self.assignment.mesh.size, self.pp)
 
-    def _shared(self, rank: int) -> Collective | None:
-        """The sums of the gradients that a rank's stages share with those of others, once a step; None without."""
-        count, total, seconds, wire = 0, 0, 0.0, 0
-        for p in self.setting.captured.parameters if self.pipeline else ():
-            held = {self.script.ranks[s] for s in homes((p.name, *p.aliases), self.pipeline.stages)}
-            if p.gradient is None or rank not in held or len(held) == 1:
-                continue
-            nbytes = self.assignment.sources[p.placeholder].local_bytes(self.assignment.mesh, p.spec)
-            nbytes = nbytes // p.spec.dtype.itemsize * p.gradient.meta["val"].dtype.itemsize
-            every, n = self._group(), len(held)
+    @cached_property
+    def shared(self) -> list[Collective | None]:
+        """By rank the sums of the gradients that its stages share with those of others, once a step; None without."""
+        held = {p.name: {self.script.ranks[s] for s in self.homes[p.name]} for p in self.setting.captured.parameters}
+        several = [p for p in self.setting.captured.parameters if p.gradient is not None and len(held[p.name]) > 1]
+        return [self._sum([p for p in several if rank in held[p.name]], held) for rank in range(self.pp)]
+
+    def _sum(self, parameters: Sequence[Parameter], held: Mapping[str, set[int]]) -> Collective | None:
+        total, seconds, wire = 0, 0.0, 0
+        for p in parameters:
+            assert p.gradient is not None
+            numel = self.assignment.sources[p.placeholder].local_bytes(self.assignment.mesh, p.spec)
+            nbytes = numel // p.spec.dtype.itemsize * p.gradient.meta["val"].dtype.itemsize
+            every, n = self._group(), len(held[p.name])
             group = Group(n, min(n, every.hosts), -(-n // every.hosts), every.intra, every.inter)
             seconds += float(collective_seconds("all_reduce", nbytes, group, self.setting.cluster.device))
-            count, total, wire = count + 1, total + nbytes, wire + int(wire_bytes("all_reduce", nbytes, n))
+            total, wire = total + nbytes, wire + int(wire_bytes("all_reduce", nbytes, n))
+        count = len(parameters)
         return Collective("all_reduce", "pp", "gradients", count, total, wire, seconds) if count else None
 
     # -- collectives and bytes ----------------------------------------------------------------------------------------
@@ -224,7 +241,7 @@ class Stages:
         sends = [s for s in range(self.count - 1) if self.script.ranks[s] == rank != self.script.ranks[s + 1]]
         count = self.micro_batches * sum(self.sent[s][1] for s in sends)
         found = list(own)
-        if (shared := self._shared(rank)) is not None:
+        if (shared := self.shared[rank]) is not None:
             found.append(shared)
         if count:  # what the next stages send back is as much
             nbytes, seconds = sum(self.sent[s][0] for s in sends), sum(self.transfers[s] for s in sends)
