@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from autopar.cost_model.hardware import (
     Device,
@@ -148,6 +149,26 @@ class Cluster:
         ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         spec = preset_spec("cpu") | {"memory_gib": ram / per_host / 2**30}
         return cls(device_from_spec(spec), hosts, per_host)
+
+    @classmethod
+    def calibrate(cls, *, seconds: float = 10.0) -> Self:
+        """The cluster that this process runs in, as `detect` finds it, with constants measured here: matrix products,
+        memory bandwidth, attention and overheads in about so many ``seconds``, and within a process group every
+        collective between its ranks (all of them call this; it takes some seconds more). ``save`` keeps it.
+        ClusterError if the ranks are not those of torchrun's environment, and what `detect` raises."""
+        from autopar.cost_model.calibrate import calibrated  # which needs the groups of this module
+
+        found = cls.detect()
+        ranks = dist.get_world_size() if dist.is_initialized() else found.size
+        if ranks != found.size:
+            raise ClusterError(
+                f"The process group has {ranks} ranks and torchrun's environment says {found.size}.",
+                expected="a process group of all ranks",
+                found=f"{ranks} ranks",
+                change="start with torchrun, or calibrate before the process group is made",
+            )
+        spec = calibrated(found.device.spec, found.hosts, found.devices_per_host, seconds)
+        return cls(device_from_spec(spec), found.hosts, found.devices_per_host)
 
     def to_dict(self) -> dict[str, Any]:
         """A table of plain values that ``from_dict`` turns into an equal cluster, whatever becomes of the preset."""

@@ -13,99 +13,21 @@ from __future__ import annotations
 import csv
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-import sympy
-
-from autopar.cost_model.communication import FORMULAS, NO_SWITCH, SYMBOLS
+from autopar.cost_model.fit import Constants, Sample, fit, log_errors, loss, minimise
 from autopar.cost_model.hardware import COLLECTIVES
 
 TABLE = Path(__file__).parent / "data" / "nccl_curves.csv"
-Array = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One measured collective: whole tensor of ``nbytes``, ``size`` ranks over ``hosts``, ``seconds``."""
-
-    kind: str
-    nbytes: float
-    size: int
-    hosts: int
-    seconds: float
-    source: str
-
-
-@dataclass(frozen=True)
-class Constants:
-    """Of one collective on one link: achieved bandwidth (bytes/s); base, step and fill (seconds); ``switch``, the
-    bandwidth of a reduction inside the switch."""
-
-    bandwidth: float
-    base: float
-    step: float
-    fill: float
-    switch: float = NO_SWITCH
-
-
-def predict(sample: Sample, intra: Constants, inter: Constants | None) -> float:
-    """Seconds that the cost model's formula gives for ``sample``; ``inter`` is the network, if it spans hosts."""
-    other = inter or Constants(1.0, 0.0, 0.0, 0.0)
-    return float(_compiled(sample.kind)(
-        sample.nbytes, sample.size, sample.size / sample.hosts, sample.hosts, intra.bandwidth, intra.switch, intra.fill,
-        other.bandwidth, other.fill, intra.base + other.base, intra.step, other.step,
-    ))
-
-
-_COMPILED: dict[str, Callable[..., float]] = {}
-
-
-def _compiled(kind: str) -> Callable[..., float]:
-    if kind not in _COMPILED:
-        _COMPILED[kind] = sympy.lambdify(SYMBOLS, FORMULAS[kind], "math")
-    return _COMPILED[kind]
-
-
-def log_errors(samples: Sequence[Sample], intra: Constants, inter: Constants | None = None) -> Array:
-    """log(predicted / measured) of each sample."""
-    return np.array([math.log(predict(s, intra, inter) / s.seconds) for s in samples])
-
-
-def minimise(loss: Callable[[Array], float], start: Sequence[float]) -> Array:
-    """Pattern search over the logarithms of positive parameters: deterministic, and enough for three of them."""
-    point, step = np.log(np.asarray(start, dtype=float)), 0.25
-    best = loss(np.exp(point))
-    while step > 1e-3:
-        moves = [point + sign * step * unit for unit in np.eye(len(point)) for sign in (1, -1)]
-        losses = [loss(np.exp(move)) for move in moves]
-        index = int(np.argmin(losses))
-        if losses[index] < best:
-            point, best = moves[index], losses[index]
-        else:
-            step /= 2
-    return np.exp(point)
-
-
-def _loss(samples: Sequence[Sample], intra: Constants, inter: Constants | None = None) -> float:
-    return float(np.mean(log_errors(samples, intra, inter) ** 2))
-
-
-def fit(samples: Sequence[Sample], make: Callable[..., Constants], *seconds: float) -> Constants:
-    """``make(bandwidth, ...)`` with the arguments that fit best, the search starting from ``seconds`` for those after
-    the bandwidth. It starts from a bandwidth that is too high: a switch slower than the ring would never be taken,
-    and the loss would not see it."""
-    return make(*minimise(lambda p: _loss(samples, make(*p)), (1e12, *seconds)).tolist())
 
 
 def fit_network(samples: Sequence[Sample], intra: Constants, bandwidth: float) -> Constants:
     """Step and fill of the network, given its bandwidth and the constants within the hosts, where the base is
     counted. The search starts from a fill that is too long: a short one hides behind the hosts, and the loss would
     not see it."""
-    best = minimise(lambda p: _loss(samples, intra, Constants(bandwidth, 0.0, p[0], p[1])), (1e-5, 1e-3))
+    best = minimise(lambda p: loss(samples, intra, Constants(bandwidth, 0.0, p[0], p[1])), (1e-5, 1e-3))
     return Constants(bandwidth, 0.0, float(best[0]), float(best[1]))
 
 

@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from autopar.cost_model.compute import Work, work_seconds
+from autopar.cost_model.compute import Work
+from autopar.cost_model.fit import at_level, product_errors
 from autopar.cost_model.hardware import Device, load_device
 
 TABLE = Path(__file__).parent / "data" / "matmul.csv"
@@ -66,6 +67,11 @@ class Row:
     rate: float
     source: str
 
+    @property
+    def seconds(self) -> float:
+        """Published seconds."""
+        return self.work.flops / self.rate
+
 
 def rows(chosen: Chosen) -> list[Row]:
     """The chosen rows that give a shape."""
@@ -87,21 +93,17 @@ def product(row: dict[str, str], dtype: torch.dtype) -> Work:
 
 def errors(found: Sequence[Row], device: Device) -> Floats:
     """log(predicted / published seconds)."""
-    published = np.array([row.work.flops / row.rate for row in found])
-    return np.asarray(np.log(work_seconds([row.work for row in found], device) / published))
+    return product_errors([row.work for row in found], [row.seconds for row in found], device)
 
 
-def at_level(found: Sequence[Row], device: Device) -> Device:
-    """The device with the level at which the median error of products bound by arithmetic is 0."""
-    for _ in range(8):
-        error = float(np.median(errors(found, device)))
-        device = replace(device, matmul_efficiency=device.matmul_efficiency * np.exp(error))
-    return device
+def level(found: Sequence[Row], device: Device) -> Device:
+    """The device at the level of the rows."""
+    return at_level([row.work for row in found], [row.seconds for row in found], device)
 
 
 def fitted(found: Sequence[Row], device: Device) -> Device:
     """The device with the ramp and the level that fit best."""
-    tried = [at_level(found, replace(device, matmul_ramp=ramp, sustained=1.0)) for ramp in RAMPS]
+    tried = [level(found, replace(device, matmul_ramp=ramp, sustained=1.0)) for ramp in RAMPS]
     return min(tried, key=lambda d: float(np.abs(errors(found, d)).sum()))
 
 
@@ -109,7 +111,7 @@ def best_level(name: str, gpu: str) -> float:
     """``matmul_efficiency`` at which the best published bf16 product of a device takes as long as predicted."""
     every = rows(Chosen(name, (gpu,), ("bf16",), torch.bfloat16))
     device = replace(load_device(name), sustained=1.0)
-    return at_level([max(every, key=lambda row: row.rate)], device).matmul_efficiency
+    return level([max(every, key=lambda row: row.rate)], device).matmul_efficiency
 
 
 def shared(tables: dict[str, list[Row]]) -> tuple[int, int]:
@@ -130,7 +132,7 @@ def report(name: str, found: list[Row]) -> str:
     sources = sorted({row.source for row in found})
     out: list[float] = []
     for source in sources if len(sources) > 1 else []:
-        kept = at_level([row for row in found if row.source != source], device)
+        kept = level([row for row in found if row.source != source], device)
         out += list(np.abs(errors([row for row in found if row.source == source], kept)))
     left = f"; a source left out: median {np.median(out):.3f}, p90 {np.quantile(out, 0.9):.3f}" if out else ""
     return (f"{name}: {len(found)} rows of {len(sources)} sources, level {device.matmul_efficiency:.3f}, ramp "
@@ -150,7 +152,7 @@ def main() -> None:
     for name in ("H100 fp8", "H200 fp8"):
         found = tables[name]
         steady = fitted(found, load_device(CHOSEN[name].preset))
-        peak = at_level([max(found, key=lambda row: row.rate)], steady)
+        peak = level([max(found, key=lambda row: row.rate)], steady)
         print(f"{name}: steady over best {steady.matmul_efficiency / peak.matmul_efficiency:.3f}")
 
 
