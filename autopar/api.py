@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +13,7 @@ from autopar.arguments import (
     check_arguments,
     check_inputs,
     check_plan,
+    check_sizes,
     check_weights,
     is_for,
     one_batch,
@@ -22,7 +23,6 @@ from autopar.cluster import Cluster
 from autopar.errors import InputError
 from autopar.hints import Hints, check_hints
 from autopar.integrations.answers import answering
-from autopar.peak import with_peak
 from autopar.plan import Plan
 from autopar.replan import on_meta, remember
 from autopar.runtime.compiled import check_compiler
@@ -48,6 +48,7 @@ def plan(
     workload: Workload | None = None,
     hints: Hints | None = None,
     example_inputs: ExampleInputs | None = None,
+    search_seconds: float | None = None,
     compile: bool = False,
 ) -> Plan:
     """Decide how to split ``model`` over ``cluster``; needs neither devices nor weights.
@@ -55,7 +56,8 @@ def plan(
     ``cluster`` is a `Cluster` or text such as ``"h100-sxm:16x8"``. transformers language models need no
     ``example_inputs``: batch and sequence come from ``workload``, else from the model's config. Other modules need one
     batch, as a dict of keyword arguments, a tuple of positional ones, or a tensor; meta tensors are enough. With
-    ``compile`` chains of elementwise operators are priced as Inductor's kernels, for a run with ``compile=True``.
+    ``compile`` chains of elementwise operators are priced as Inductor's kernels, for a run with ``compile=True``. After
+    ``search_seconds`` of solving, the best plan so far is taken; its ``gap`` says how far from the best it can be.
     Raises ClusterError, WorkloadError, HintError, CaptureError, InfeasibleError.
     """
     check_arguments(model, cluster=cluster, workload=workload, hints=hints)
@@ -63,16 +65,18 @@ def plan(
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     check_hints(hints, cluster.size, shapes)
     workload, args, kwargs = one_batch(model, workload or Workload(), example_inputs, cluster.size)
+    check_sizes(hints, workload)
     captured = capture_batch(model, args, kwargs, precision=workload.precision)
 
-    def measure(found: Plan) -> Plan:
-        return with_peak(found, model, args, kwargs, captured)
+    def find(hints: Hints) -> Plan:
+        return search(model, captured, cluster, workload, hints, compile, search_seconds)
 
-    found = with_decisions(search(model, captured, cluster, workload, hints or Hints(), measure, compiled=compile), captured)
+    found = with_decisions(searched(find, hints), captured, compile)
     batch = on_meta(example_inputs)
 
     def again(model: nn.Module, hints: Hints) -> Plan:
-        return plan(model, cluster, workload=workload, hints=hints, example_inputs=batch, compile=compile)
+        more: dict[str, Any] = {"example_inputs": batch, "search_seconds": search_seconds, "compile": compile}
+        return plan(model, cluster, workload=workload, hints=hints, **more)
 
     return remember(found, model, again)
 

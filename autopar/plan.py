@@ -27,7 +27,7 @@ from autopar.report.diff import PlanDiff, diff
 from autopar.report.explain import RANGES, Decision, Explanation, explain
 from autopar.report.text import text_report
 from autopar.report.timeline import timeline
-from autopar.schedule import SCHEDULES, check_schedule
+from autopar.schedule import ALL_SCHEDULES, check_schedule
 from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, TENSOR_AXIS, make_mesh
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.zero import COPIES, REDUCED
@@ -76,10 +76,15 @@ class ReplicatedOperator:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A plan that lost, and why. ``step_time`` in seconds, ``peak_memory`` in bytes a device."""
+    """A plan that lost, and why. ``micro_batches`` is their number; ``step_time`` in seconds, ``peak_memory`` in bytes
+    a device; of what does not fit both are estimates."""
 
     degrees: dict[str, int]
     zero: int
+    zero_group_size: int | None
+    micro_batches: int
+    schedule: str | None
+    recompute: str
     step_time: float
     peak_memory: int
     reason: str
@@ -364,8 +369,8 @@ def _bad(where: str, expected: str, value: object) -> PlanError:
 def _check_pipeline(plan: Plan) -> None:
     """The schedule is one that can run the plan's stages and micro-batches."""
     pp = plan.degrees["pp"]
-    if (plan.schedule is None) != (pp == 1) or (plan.schedule is not None and plan.schedule not in SCHEDULES):
-        expected = f"one of {', '.join(SCHEDULES)}" if pp > 1 else "null, because pp is 1"
+    if (plan.schedule is None) != (pp == 1) or (plan.schedule is not None and plan.schedule not in ALL_SCHEDULES):
+        expected = f"one of {', '.join(ALL_SCHEDULES)}" if pp > 1 else "null, because pp is 1"
         raise _bad("plan.schedule", expected, plan.schedule)
     if plan.schedule is not None:
         try:

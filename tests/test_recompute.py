@@ -222,9 +222,11 @@ def test_plans_keep_it() -> None:
 
 
 def test_less_memory_makes_room() -> None:
-    """A limit under which nothing fits without recomputation holds a plan with it."""
-    limit = (planned(3, "none").peak_memory + planned(3, "full").peak_memory) // 2
+    """Under a limit in which nothing fits as a whole without recomputation the search finds a plan with it, unasked."""
+    limit, size = (planned(3, "none").peak_memory + planned(3, "full").peak_memory) // 2, BATCH
+    kept = Hints(memory_limit=limit, recompute="none", micro_batch_size=size)
     with pytest.raises(autopar.errors.InfeasibleError):
-        autopar.plan(deep(3), "cpu:1", hints=Hints(memory_limit=limit), example_inputs=tokens())
-    hints = Hints(memory_limit=limit, recompute="full")
-    assert autopar.plan(deep(3), "cpu:1", hints=hints, example_inputs=tokens()).peak_memory <= limit
+        autopar.plan(deep(3), "cpu:1", hints=kept, example_inputs=tokens())
+    free = Hints(memory_limit=limit, micro_batch_size=size)
+    plan = autopar.plan(deep(3), "cpu:1", hints=free, example_inputs=tokens())
+    assert plan.recompute != "none" and plan.peak_memory <= limit

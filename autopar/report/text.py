@@ -152,11 +152,14 @@ def _alternatives(plan: Plan) -> Table | str:
     rows = [
         (
             " x ".join(f"{axis} {degree}" for axis, degree in a.degrees.items()),
-            f"ZeRO {a.zero}",
+            f"ZeRO {a.zero}" + (f" in {a.zero_group_size}" if a.zero_group_size else ""),
+            f"{a.micro_batches}" + (f" {a.schedule}" if a.schedule else ""),
+            a.recompute,
             seconds_text(a.step_time),
             bytes_text(a.peak_memory),
             a.reason,
         )
         for a in plan.alternatives
     ]
-    return table(rows, ("degrees", "storage", "step time", "memory", "why it lost"), right=(2, 3))
+    columns = ("degrees", "storage", "micro-batches", "recompute", "step time", "memory", "why it lost")
+    return table(rows, columns, right=(4, 5))

@@ -162,10 +162,10 @@ def _follows(space: Space, operators: Operators, view: Operator) -> bool:
 
 
 def memory_by_option(
-    space: Space, captured: Captured, operators: Operators, optimizer: str, saved: Iterable[Value]
+    space: Space, captured: Captured, operators: Operators, optimizer: str, saved: Iterable[Value], micro_batches: int = 1
 ) -> list[Floats]:
-    """Bytes that every option of every decision keeps on a device: parameter state, and activations ``saved`` for the
-    backward."""
+    """Bytes that every option of every decision keeps on a device: parameter state, and activations of one of the
+    ``micro_batches`` that are ``saved`` for the backward."""
     memory = [np.zeros(decision.size) for decision in space.decisions]
     for p in captured.parameters:
         d, chosen = space.of_source[p.placeholder]
@@ -174,11 +174,11 @@ def memory_by_option(
             memory[d][k] += sum(state_bytes(local, p.storage_dtype, optimizer, p.gradient is not None).values())
     counts = Counter(Value(space.canon.get(value.node, value.node), value.index) for value in saved)
     for value, count in counts.items():
-        op = operators.by_node[value.node]
+        op, parts = operators.by_node[value.node], micro_batches if operators.batch_dims[value] else 1
         d, strategies = space.of_node[value.node]
         for k, strategy in enumerate(strategies):
             out = layouts(op.rule, strategy, space.mesh)[1][value.index]
-            memory[d][k] += count * out.local_bytes(space.mesh, operators.specs[value])
+            memory[d][k] += count * out.local_bytes(space.mesh, operators.specs[value]) / parts
     return memory
 
 
@@ -207,7 +207,7 @@ def price(
     fusion = fusion_of(operators, again) if compiled else None
     seconds = _operator_seconds(space, operators, prices, kept.operators, micro_batches, fusion)
     seconds = [np.where(d.allowed, s, np.inf) for d, s in zip(space.decisions, seconds, strict=True)]
-    memory = memory_by_option(space, captured, operators, optimizer, [value for value, _ in kept.saved])
+    memory = memory_by_option(space, captured, operators, optimizer, [value for value, _ in kept.saved], micro_batches)
     shares = bucket_shares(space, captured)
     edges = _merged(
         (prices.flow_matrix(flow, shares.get(flow.source, shares.get(flow.target))), count)

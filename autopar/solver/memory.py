@@ -30,6 +30,8 @@ def memory_of(
             totals["gradients"] += local * (ranks - 1) * p.gradient.meta["val"].dtype.itemsize
     if copies:
         totals["copies"] = copies
+    operators = setting.operators
     for value, layout in held.saved:
-        totals["activations"] += layout.local_bytes(assignment.mesh, setting.operators.specs[value])
+        parts = micro_batches if operators.batch_dims[value] else 1
+        totals["activations"] += layout.local_bytes(assignment.mesh, operators.specs[value]) / parts
     return {kind: int(nbytes) for kind, nbytes in totals.items()}

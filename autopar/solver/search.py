@@ -1,13 +1,12 @@
-"""The outer search: every mesh of the cluster, each solved for its layouts; the fastest that fits becomes the plan."""
+"""The search for a plan: candidates of the outer search are solved, and the fastest that fits becomes the plan."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-import numpy as np
 from torch import nn
 
 from autopar.capture.graph import Captured, Parameter
@@ -18,129 +17,34 @@ from autopar.hints import Hints, check_hints, check_recompute
 from autopar.plan import Alternative, ParameterPlan, Plan
 from autopar.report.describe import describe_layers, describe_replicated
 from autopar.report.units import bytes_text
-from autopar.schedule import check_schedule, runs
-from autopar.sharding.assignment import Assignment
-from autopar.sharding.axes import STATE_AXES, data_degree, degree, degrees, make_mesh, state_axes, zero_group_size
-from autopar.sharding.layout import Layout, Mesh
+from autopar.sharding.axes import data_degree, state_axes, zero_group_size
+from autopar.sharding.layout import Layout
 from autopar.sharding.recompute import forward_blocks
 from autopar.sharding.zero import Zero
+from autopar.solver.candidates import Candidate, Limits
 from autopar.solver.carry import hint_pins, operator_choices
-from autopar.solver.pipeline import Pipeline, make_pipeline, units
-from autopar.solver.program import Solution, solve
+from autopar.solver.estimate import Estimate
+from autopar.solver.outer import Estimates, Found, Frame, Solver, least_memory
+from autopar.solver.parts import runs_in_parts
+from autopar.solver.pipeline import units
 from autopar.solver.setting import Setting
-from autopar.solver.space import Pins
-from autopar.solver.spmd import Solved, account, make_program, read
+from autopar.solver.spmd import read
 from autopar.workload import Workload
 
 #: What `Plan.gap` is a bound over.
 GAP_SPACE = (
-    "all meshes dp x tp; batch over dp; matrix products and attention split on every axis, weights over tp; "
-    "other operators follow an operand; equal blocks alike"
+    "all meshes pp x dp x cp x tp (tp within the fast links of a host, cp with 4096 tokens a rank or more, unless "
+    "hinted or nothing else fits), kinds of ZeRO, micro-batches and schedules; batch over dp, sequence over cp; matrix "
+    "products and attention split on every axis, weights over tp; others follow an operand; equal blocks alike"
 )
 
-
-#: Micro-batches a rank of a pipeline, where the hints leave it open: the bubble of 1F1B is then a fifth of a step.
-FILLING = 4
-
-
-@dataclass(frozen=True)
-class _Task:
-    """What every candidate is solved for; ``pipeline`` is the one of which they are a stage."""
-
-    setting: Setting
-    workload: Workload
-    pipeline: Pipeline | None = None
-
-    def solve(self, mesh: Mesh, pins: Pins, budget: float) -> Solved | None:
-        """The fastest assignment on ``mesh`` that keeps at most ``budget`` bytes a device, or None.
-
-        The program counts a saved view as the solver expects it to be read; where the account of the answer comes out
-        higher, the program's budget is lowered by the difference and it is solved again.
-        """
-        limit = budget
-        if self.pipeline is not None:  # the program counts the whole model, of which a rank has its stages
-            limit = np.inf if np.isinf(budget) else budget * self.pipeline.pp
-        space, program = make_program(self.setting, mesh, pins)
-        while True:
-            solution = solve(replace(program, budget=limit))
-            if solution is None:
-                return None
-            solved = self._account(space.assignment(solution.options), solution, pins)
-            if solved.peak_memory <= budget:
-                return solved
-            limit -= solved.peak_memory - budget
-
-    def least_memory(self, mesh: Mesh, pins: Pins) -> tuple[float, Solved | None]:
-        """Bytes a device for which `solve` finds an assignment on ``mesh``, about the fewest, and that assignment; inf
-        and None if there is none."""
-        space, program = make_program(self.setting, mesh, pins)
-        # Only bytes count; where there is no way between two layouts there still is none.
-        pairs = zip(program.seconds, program.memory, strict=True)
-        program.seconds = [np.where(np.isfinite(s), m * 1e-9, s) for s, m in pairs]
-        program.edges = [replace(e, cost=np.where(np.isfinite(e.cost), 0.0, np.inf)) for e in program.edges]
-        solution = solve(program)
-        if solution is None:
-            return float("inf"), None
-        solved = self._account(space.assignment(solution.options), solution, pins)
-        if self.pipeline is not None:
-            return solved.peak_memory, solved
-        return max(solution.memory, solved.peak_memory), solved
-
-    def _account(self, assignment: Assignment, solution: Solution, pins: Pins) -> Solved:
-        """What an assignment costs, of a whole step on a mesh or of a pipeline of such meshes."""
-        return account(self.setting, assignment, solution, pins.micro_batches, self.pipeline)
+#: Of what did not fit, how much the plan says.
+UNFIT_SHOWN = 3
 
 
 def structure_hash(names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str:
     """SHA-256 of a model's parameters, by name and shape."""
     return hashlib.sha256(repr(sorted(names_and_shapes)).encode()).hexdigest()
-
-
-def meshes(world_size: int, hints: Hints) -> list[Mesh]:
-    """Every mesh dp x cp x tp that the hints allow for a pipeline stage, or without a pipeline for all of
-    ``world_size`` ranks, tp innermost; not hinted, cp is 1."""
-    found = []
-    cp, size = hints.cp or 1, hints.zero_group_size or 1
-    world_size //= (hints.pp or 1) * cp
-    for tp in range(1, world_size + 1):
-        dp = world_size // tp
-        if dp * tp == world_size and hints.tp in (None, tp) and hints.dp in (None, dp) and dp % size == 0:
-            found.append(make_mesh(dp, cp, tp, hints.zero_group_size))
-    return found
-
-
-def micro_batches(mesh: Mesh, hints: Hints, batch: int, pipeline: Pipeline | None = None) -> int:
-    """Into how many micro-batches the hints cut a global ``batch`` on ``mesh``; 0 if it does not divide. Not hinted, a
-    ``pipeline`` has at least `FILLING` times as many as ranks if there are so many samples, else one for each."""
-    if hints.micro_batch_size is None and pipeline is not None:
-        return _filling(pipeline, batch // data_degree(mesh))
-    if hints.micro_batch_size is None:
-        return 1
-    count, rest = divmod(batch, data_degree(mesh) * hints.micro_batch_size)
-    return 0 if rest else count
-
-
-def _filling(pipeline: Pipeline, samples: int) -> int:
-    """A number of micro-batches of a rank's ``samples`` that fills a pipeline, of those that its schedule can run."""
-    counts = [n for n in range(1, samples + 1) if samples % n == 0]
-    able = [n for n in counts if runs(pipeline.schedule, pipeline.pp, len(pipeline.stages), n)] or counts
-    return next((n for n in able if n >= FILLING * pipeline.pp), able[-1] if able else 1)
-
-
-def _check_micro_batches(hints: Hints, batch: int, found: list[Mesh]) -> None:
-    """HintError if the micro-batch size divides the batch on none of the meshes."""
-    if hints.micro_batch_size is not None and not any(micro_batches(mesh, hints, batch) for mesh in found):
-        degrees = ", ".join(str(n) for n in sorted({data_degree(mesh) for mesh in found}))
-        raise HintError(
-            f"The hint micro_batch_size={hints.micro_batch_size} does not divide the batch.",
-            expected="a global batch of dp x micro_batch_size x a whole number of micro-batches",
-            found=f"a global batch of {batch}, and dp of {degrees}",
-            change="choose a micro_batch_size that divides global_batch / dp, or another batch",
-        )
-
-
-#: Finds the exact peak of a plan's memory, which the search does not know: it counts what is kept, in full.
-Measure = Callable[[Plan], Plan]
 
 
 @collecting_later()
@@ -150,161 +54,116 @@ def search(
     cluster: Cluster,
     workload: Workload,
     hints: Hints,
-    measure: Measure = lambda plan: plan,
     compiled: bool = False,
+    seconds: float | None = None,
 ) -> Plan:
-    """The fastest plan that fits, of graphs that are ``compiled`` or run operator by operator. Where the peak that
-    ``measure`` finds is more than that, room is left for it. Raises HintError and InfeasibleError."""
+    """The fastest plan that fits, of graphs that are ``compiled`` or run operator by operator. After ``seconds`` the
+    best so far is taken. Raises HintError and InfeasibleError."""
+    frame = make_frame(captured, cluster, workload, hints, compiled)
+    return _Search(model, frame, workload, seconds).plan()
+
+
+def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: Hints, compiled: bool) -> Frame:
+    """What a search is for. HintError for hints that cannot be kept, whatever is chosen besides."""
     shapes = {name: p.spec.shape for p in captured.parameters for name in (p.name, *p.aliases)}
     check_hints(hints, cluster.size, shapes)
     operators = read(captured)
-    pipeline = make_pipeline(captured, operators, cluster, hints)
     zero = Zero(hints.zero, hints.reshard_after_forward is not False)
     setting = Setting(captured, operators, cluster, workload.optimizer, hints.recompute or "none", zero, compiled)
     check_recompute(setting.recompute, len(forward_blocks(operators)))
-    task = _Task(setting, workload, pipeline)
-    pins = hint_pins(captured, hints)
-    budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
+    row = units(captured, operators)
     batch = workload.global_batch or 1
-    _check_micro_batches(hints, batch, meshes(cluster.size, hints))
-    counted = [(mesh, micro_batches(mesh, hints, batch, pipeline)) for mesh in meshes(cluster.size, hints)]
-    candidates = _able(pipeline, [(mesh, count) for mesh, count in counted if count])
-    pinned = [(mesh, replace(pins, micro_batches=count)) for mesh, count in candidates]
-    limit = budget
-    while (found := _fastest(model, task, hints, pinned, limit)) is not None:
-        found = measure(found)
-        if found.peak_memory <= budget:
-            return found
-        limit = min(limit, sum(found.memory.values())) - math.ceil(found.peak_memory - budget)
-    return _smallest(model, task, hints, pinned, budget, measure)
+    limits = Limits(batch, workload.seq_len or 1, len(row), runs_in_parts(captured, operators, batch))
+    budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
+    return Frame(setting, hints, hint_pins(captured, hints), limits, budget)
 
 
-def _fastest(
-    model: nn.Module, task: _Task, hints: Hints, pinned: list[tuple[Mesh, Pins]], budget: float
-) -> Plan | None:
-    """The fastest plan of those that keep at most ``budget`` bytes, with what lost; None if there is none."""
-    solved: list[tuple[Mesh, Solved | None]] = [(mesh, task.solve(mesh, pins, budget)) for mesh, pins in pinned]
-    fitting = sorted((s for _, s in solved if s is not None), key=lambda s: s.step_time)
-    if not fitting:
-        return None
-    best, pins_of = fitting[0], dict(pinned)
-    others = list(fitting[1:])
-    if hints.zero is None and any(degree(best.mesh, axis) > 1 for axis in STATE_AXES):
-        other = task.solve(best.mesh, replace(pins_of[best.mesh], zero=0 if best.zero == 3 else 3), float("inf"))
-        others += [other] if other is not None and other.zero != best.zero else []
-    alternatives = [_alternative(best, s, budget) for s in others]
-    alternatives += [a for m, s in solved if s is None and (a := _unfit(task, m, pins_of[m], budget)) is not None]
-    bound = min(s.bound for s in fitting)
-    alternatives = [replace(a, degrees={"pp": hints.pp or 1, **a.degrees}) for a in alternatives]
-    return _plan(model, task, hints, best, tuple(sorted(alternatives, key=lambda a: a.step_time)), bound)
+class _Search:
+    """One search: candidates by their estimates, solved until the best is known."""
 
+    def __init__(self, model: nn.Module, frame: Frame, workload: Workload, seconds: float | None) -> None:
+        self.model, self.frame, self.workload = model, frame, workload
+        self.estimates = Estimates(frame)
+        self.solver = Solver(frame, self.estimates, seconds)
 
-def _able(pipeline: Pipeline | None, candidates: list[tuple[Mesh, int]]) -> list[tuple[Mesh, int]]:
-    """The candidates with a number of micro-batches that the schedule can run. HintError if there is none."""
-    if pipeline is None:
-        return candidates
-    schedule, pp, count = pipeline.schedule, pipeline.pp, len(pipeline.stages)
-    able = [(mesh, m) for mesh, m in candidates if runs(schedule, pp, count, m)]
-    if not able and candidates:
-        check_schedule(schedule, pp, count, candidates[0][1])
-    return able
+    def plan(self) -> Plan:
+        """The plan; see `search`."""
+        every: list[Estimate] = []
+        for preferred in (True, False):
+            more = self.estimates.all(preferred=preferred)
+            every = sorted([*every, *more], key=lambda e: e.seconds)
+            self.solver.run(more)
+            if self.solver.found:
+                return self._plan(self.solver.best(), every)
+        return self._smallest(every)
 
-
-def _alternative(best: Solved, other: Solved, budget: float) -> Alternative:
-    """Why a solved candidate lost."""
-    ratio = other.step_time / best.step_time
-    parts = [
-        f"{kind} {_change(other.breakdown[kind], best.breakdown[kind])}"
-        for kind in ("compute", "exposed communication")
-        if abs(other.breakdown[kind] - best.breakdown[kind]) > 0.005 * best.step_time
-    ]
-    reason = f"{ratio:.2f}x the time" + (f": {', '.join(parts)}" if parts else "")
-    if other.peak_memory > budget:
-        reason = f"needs {(other.peak_memory - budget) / 2**30:.2f} GiB more than fits"
-    return Alternative(degrees(other.mesh), other.zero, other.step_time, other.peak_memory, reason)
-
-
-def _change(other: float, best: float) -> str:
-    return f"{other / best:.2f}x" if best > 0 else f"+{other * 1e3:.3g} ms"
-
-
-def _unfit(task: _Task, mesh: Mesh, pins: Pins, budget: float) -> Alternative | None:
-    """A mesh on which nothing fits, with its fastest assignment if memory were no matter; None if hints exclude it."""
-    solved = task.solve(mesh, pins, float("inf"))
-    if solved is None:
-        return None
-    reason = f"needs {(task.least_memory(mesh, pins)[0] - budget) / 2**30:.2f} GiB more than fits"
-    return Alternative(degrees(mesh), solved.zero, solved.step_time, solved.peak_memory, reason)
-
-
-def _smallest(
-    model: nn.Module, task: _Task, hints: Hints, pinned: list[tuple[Mesh, Pins]], budget: float, measure: Measure
-) -> Plan:
-    """The plan that keeps the fewest bytes, if that fits. HintError if the hints cannot be kept on any mesh,
-    InfeasibleError if it does not fit."""
-    bounds = [s.bound for mesh, pins in pinned if (s := task.solve(mesh, pins, float("inf"))) is not None]
-    bound = min(bounds, default=0.0)
-    least, plan = _least(model, task, hints, pinned, bound, measure)
-    if plan is None:
-        raise HintError(
-            "the hints cannot be kept together",
-            expected=f"a mesh dp x cp x tp = {task.setting.cluster.size} on which every hinted dim divides",
-            found=f"none for {hints.to_dict()}",
-            change="drop a hint of shard, or give degrees that divide its dims",
+    def _plan(self, found: Found, every: Sequence[Estimate]) -> Plan:
+        """The plan that a solved candidate stands for."""
+        c, best, setting = found.candidate, found.solved, found.setting
+        bound = min([e.bound for e in every] + [best.step_time])
+        captured, operators = setting.captured, setting.operators
+        parameters = {
+            p.name: _parameter_plan(p, best.assignment.sources[p.placeholder], setting.zero)
+            for p in captured.parameters
+        }
+        size = self.frame.limits.batch // data_degree(best.mesh) // c.micro_batches
+        return Plan(
+            model=type(self.model).__name__,
+            structure=structure_hash((name, p.shape) for name, p in parameters.items()),
+            degrees=c.degrees.table(),
+            zero=best.zero,
+            zero_group_size=zero_group_size(best.mesh),
+            micro_batch_size=max(1, size),
+            num_micro_batches=c.micro_batches,
+            schedule=c.schedule,
+            stages=found.pipeline.stages if found.pipeline else (units(captured, operators),),
+            recompute=setting.recompute,
+            step_time=best.step_time,
+            breakdown=best.breakdown,
+            memory=best.memory,
+            peak=found.peak,
+            gap=max(0.0, best.step_time / bound - 1.0) if bound > 0 else 0.0,
+            gap_space=GAP_SPACE,
+            parameters=parameters,
+            operators=operator_choices(operators, best.assignment),
+            layers=describe_layers(captured, operators, best.assignment),
+            collectives=best.collectives,
+            replicated=describe_replicated(operators, best.assignment),
+            alternatives=self._alternatives(found, every),
+            cluster=self.frame.cluster.to_dict(),
+            workload=self.workload.to_dict(),
+            hints=self.frame.hints.to_dict(),
+            flops_share=best.flops_share,
+            timing=best.timing,
         )
-    if least <= budget:
-        return plan
-    unpinned = [(mesh, pins) for mesh in meshes(task.setting.cluster.size, Hints()) for pins in (Pins(zero=3), Pins())]
-    plain = replace(task, setting=replace(task.setting, zero=Zero()))
-    free, other = _least(model, plain, Hints(pp=hints.pp), unpinned, bound, measure)
-    assert other is not None  # nothing is pinned but ZeRO-3, where a dim divides
-    raise _no_plan(task, hints, budget, (least, plan), (free, other))
 
+    def _alternatives(self, best: Found, every: Sequence[Estimate]) -> tuple[Alternative, ...]:
+        """What lost: of other degrees the best that was solved, of the same degrees all, and of what does not fit the
+        fastest."""
+        found = [f for f in self.solver.found if f is not best]
+        fastest = {f.candidate.degrees: f for f in sorted(found, key=lambda f: -f.solved.step_time)}
+        shown = [f for f in found if f.candidate.degrees == best.candidate.degrees or fastest[f.candidate.degrees] is f]
+        known = [_lost(best, f) for f in shown]
+        unfit: dict[object, Estimate] = {}
+        for e in every:
+            if e.memory > self.frame.budget and e.seconds < best.solved.step_time:
+                unfit.setdefault(e.candidate.degrees, e)
+        known += [_unfit(e, self.frame.budget) for e in list(unfit.values())[:UNFIT_SHOWN]]
+        return tuple(sorted(known, key=lambda a: a.step_time))
 
-def _least(
-    model: nn.Module, task: _Task, hints: Hints, pinned: list[tuple[Mesh, Pins]], bound: float, measure: Measure
-) -> tuple[float, Plan | None]:
-    """The plan that needs the fewest bytes of those that keep the fewest on each mesh, and how many it needs."""
-    found = sorted((task.least_memory(mesh, pins) for mesh, pins in pinned), key=lambda f: f[0])
-    least, best = float("inf"), None
-    for kept, solved in found:
-        if solved is None or kept >= least:
-            break  # no mesh that keeps as much can need less
-        plan = measure(_plan(model, task, hints, solved, (), bound))
-        if max(kept, plan.peak_memory) < least:
-            least, best = max(kept, float(plan.peak_memory)), plan
-    return least, best
-
-
-def _no_plan(
-    task: _Task, hints: Hints, budget: float, smallest: tuple[float, Plan], unhinted: tuple[float, Plan]
-) -> InfeasibleError:
-    """By how many bytes a budget is too small for the ``smallest`` plan, and for the smallest without hints."""
-
-    def describe(mesh: Mesh, least: float) -> str:
-        axes = ", ".join(f"{a}={n}" for a, n in degrees(mesh).items() if a in mesh.names)
-        return f"{axes} with {math.ceil(least)} bytes ({bytes_text(least)})"
-
-    (least, plan), (free, other) = smallest, unhinted
-    source = (
-        "the hint memory_limit"
-        if hints.memory_bytes and hints.memory_bytes <= budget
-        else f"one {task.setting.cluster.device.name}"
-    )
-    if free <= budget:
-        change = f"drop hints: {describe(other.mesh, free)} and zero={other.zero} fits"
-    else:
-        change = f"raise the limit to {math.ceil(least)} bytes, take more devices, or a smaller batch or sequence"
-        if free < least:
-            nearest = f"{describe(other.mesh, free)} and zero={other.zero}"
-            change += f"; without the other hints {nearest} is nearest to fitting"
-    return InfeasibleError(
-        "no plan fits into the memory of a device",
-        expected=f"at most {int(budget)} bytes a device ({source})",
-        found=f"{math.ceil(least - budget)} bytes ({bytes_text(least - budget)}) too many: the smallest plan that "
-        f"the hints allow is {describe(plan.mesh, least)}",
-        change=change,
-    )
+    def _smallest(self, every: Sequence[Estimate]) -> Plan:
+        """The plan that keeps the fewest bytes, if that fits, else InfeasibleError."""
+        least = least_memory(self.frame, self.estimates)
+        if least is None:
+            raise _cannot_be_kept(self.frame)
+        if least.needed <= self.frame.budget:
+            self.solver.found.append(least)
+            return self._plan(least, every)
+        free = None
+        if self.frame.hints.to_dict().keys() - {"memory_limit"}:
+            frame = replace(self.frame, hints=Hints(), pins=hint_pins(self.frame.setting.captured, Hints()))
+            free = least_memory(frame, Estimates(frame))
+        raise _no_plan(self.frame, least, free)
 
 
 def _parameter_plan(p: Parameter, storage: Layout, zero: Zero) -> ParameterPlan:
@@ -312,42 +171,77 @@ def _parameter_plan(p: Parameter, storage: Layout, zero: Zero) -> ParameterPlan:
     return ParameterPlan(p.spec.shape, storage, kept.copy, kept.gradient)
 
 
-def _plan(
-    model: nn.Module, task: _Task, hints: Hints, best: Solved, alternatives: tuple[Alternative, ...], bound: float
-) -> Plan:
-    batch = task.workload.global_batch or 1
-    count = micro_batches(best.mesh, hints, batch, task.pipeline)
-    setting = task.setting
-    parameters = {
-        p.name: _parameter_plan(p, best.assignment.sources[p.placeholder], setting.zero)
-        for p in setting.captured.parameters
-    }
-    return Plan(
-        model=type(model).__name__,
-        structure=structure_hash((name, p.shape) for name, p in parameters.items()),
-        degrees={"pp": hints.pp or 1, **degrees(best.mesh)},
-        zero=best.zero,
-        zero_group_size=zero_group_size(best.mesh),
-        micro_batch_size=max(1, batch // data_degree(best.mesh) // count),
-        num_micro_batches=count,
-        schedule=task.pipeline.schedule if task.pipeline else None,
-        stages=task.pipeline.stages if task.pipeline else (units(task.setting.captured, task.setting.operators),),
-        recompute=task.setting.recompute,
-        step_time=best.step_time,
-        breakdown=best.breakdown,
-        memory=best.memory,
-        peak=best.memory,
-        gap=max(0.0, best.step_time / bound - 1.0) if bound > 0 else 0.0,
-        gap_space=GAP_SPACE,
-        parameters=parameters,
-        operators=operator_choices(task.setting.operators, best.assignment),
-        layers=describe_layers(task.setting.captured, task.setting.operators, best.assignment),
-        collectives=best.collectives,
-        replicated=describe_replicated(task.setting.operators, best.assignment),
-        alternatives=alternatives,
-        cluster=task.setting.cluster.to_dict(),
-        workload=task.workload.to_dict(),
-        hints=hints.to_dict(),
-        flops_share=best.flops_share,
-        timing=best.timing,
+def _lost(best: Found, other: Found) -> Alternative:
+    """Why a solved candidate lost."""
+    fast, slow = best.solved, other.solved
+    parts = [
+        f"{kind} {_change(seconds, fast.breakdown[kind])}"
+        for kind, seconds in slow.breakdown.items()
+        if abs(seconds - fast.breakdown[kind]) > 0.005 * fast.step_time
+    ]
+    reason = f"{slow.step_time / fast.step_time:.2f}x the time" + (f": {', '.join(parts)}" if parts else "")
+    if slow.step_time < fast.step_time:
+        reason += "; an ordinary loop cannot run it"
+    return _alternative(other.candidate, other.setting.recompute, slow.zero, slow.step_time, other.needed, reason)
+
+
+def _change(other: float, best: float) -> str:
+    return f"{other / best:.2f}x" if best > 0 else f"+{other * 1e3:.3g} ms"
+
+
+def _unfit(e: Estimate, budget: float) -> Alternative:
+    """A candidate that does not fit, by its estimate."""
+    reason = f"needs about {(e.memory - budget) / 2**30:.1f} GiB more than fits"
+    return _alternative(e.candidate, e.recompute, e.candidate.zero or 0, e.seconds, e.memory, reason)
+
+
+def _alternative(c: Candidate, recompute: str, zero: int, seconds: float, memory: float, reason: str) -> Alternative:
+    return Alternative(
+        c.degrees.table(), zero, c.group, c.micro_batches, c.schedule, recompute, seconds, int(memory), reason
+    )
+
+
+def _cannot_be_kept(frame: Frame) -> HintError:
+    """Which hints leave no candidate."""
+    hints, batch = frame.hints, frame.limits.batch
+    if hints.micro_batch_size is not None and batch % ((hints.dp or 1) * hints.micro_batch_size):
+        return HintError(
+            f"The hint micro_batch_size={hints.micro_batch_size} does not divide the batch.",
+            expected="a global batch of dp x micro_batch_size x a whole number of micro-batches",
+            found=f"a global batch of {batch}" + (f" and dp={hints.dp}" if hints.dp else ""),
+            change="choose a micro_batch_size that divides global_batch / dp, or another batch",
+        )
+    return HintError(
+        "the hints cannot be kept together",
+        expected=f"a mesh pp x dp x cp x tp = {frame.cluster.size} on which hinted dims and the batch divide",
+        found=f"none for {hints.to_dict()}, a global batch of {batch} and {frame.limits.units} units for stages",
+        change="drop a hint, or give degrees that divide the hinted dims and the batch",
+    )
+
+
+def _no_plan(frame: Frame, least: Found, free: Found | None) -> InfeasibleError:
+    """By how many bytes a budget is too small for the smallest plan, and for the smallest without hints."""
+
+    def describe(found: Found) -> str:
+        table = found.candidate.degrees.table()
+        axes = ", ".join(f"{axis}={n}" for axis, n in table.items() if n > 1 or axis in ("dp", "tp"))
+        return f"{axes} with {math.ceil(found.needed)} bytes ({bytes_text(found.needed)})"
+
+    hints, budget = frame.hints, frame.budget
+    source = "the hint memory_limit" if hints.memory_bytes == budget else f"one {frame.cluster.device.name}"
+    nearest = f"{describe(free)} and zero={free.solved.zero}" if free is not None else ""
+    if free is not None and free.needed <= budget:
+        change = f"drop hints: {nearest} fits"
+    else:
+        enough = math.ceil(least.needed)
+        change = f"raise the limit to {enough} bytes, take more devices, or a smaller batch or sequence"
+        if free is not None and free.needed < least.needed:
+            change += f"; without the other hints {nearest} is nearest to fitting"
+    over = least.needed - budget
+    return InfeasibleError(
+        "no plan fits into the memory of a device",
+        expected=f"at most {int(budget)} bytes a device ({source})",
+        found=f"{math.ceil(over)} bytes ({bytes_text(over)}) too many: the smallest plan that the hints allow is "
+        f"{describe(least)}",
+        change=change,
     )

@@ -1,0 +1,139 @@
+"""What the outer search chooses from: degrees, ZeRO, micro-batches and schedules that cluster, batch and hints allow.
+
+Recomputation is not chosen here: it is what makes a candidate fit (`solver.estimate`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster
+from autopar.hints import Hints
+from autopar.schedule import ALL_SCHEDULES, SCHEDULES, runs
+
+#: Stages a rank that are tried of a schedule that leaves their number open.
+CHUNKS = (2, 3, 4, 5, 6, 8)
+
+#: By how much the fullest stage may have more units than the average, of several stages a rank: else the stages wait
+#: for one another as long as fewer of them would leave a bubble.
+UNEVEN = 1.1
+
+#: What is not tried unless hinted: 1F1B takes the same time as GPipe and holds fewer activations.
+DOMINATED = frozenset({"gpipe"})
+
+#: Micro-batch sizes beyond the whole of a rank's batch: larger ones save nothing but the time of small matrix products.
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks every axis has."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+    def table(self) -> dict[str, int]:
+        """Degrees by axis, outermost first."""
+        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One point of the outer search. ``micro_batches`` is their number, ``chunks`` the stages a rank; ``schedule`` is
+    None without a pipeline. ``zero`` is None where the integer program decides by parameter whether it rests sharded,
+    ``group`` the ranks of dp over which ZeRO splits if not all."""
+
+    degrees: Degrees
+    zero: int | None
+    group: int | None
+    micro_batches: int
+    schedule: str | None
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model can be cut into: its global ``batch`` and sequence, ``units`` in a row (`solver.pipeline`), and
+    whether its batch can be run in parts."""
+
+    batch: int
+    sequence: int
+    units: int
+    parts: bool
+
+
+def divisors(n: int) -> list[int]:
+    """The divisors of ``n``, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def all_degrees(cluster: Cluster, hints: Hints, limits: Limits) -> Iterator[Degrees]:
+    """Every way to lay out all ranks: pp x dp x cp x tp, tp innermost. A pipeline has no more ranks than the model has
+    units, dp divides the batch and cp the sequence, unless hinted."""
+
+    def open_to(axis: str, n: int, free: bool) -> bool:
+        hint = getattr(hints, axis)
+        return free if hint is None else hint == n
+
+    for pp in divisors(cluster.size):
+        if not open_to("pp", pp, pp == 1 or (limits.parts and pp <= limits.units)):
+            continue
+        for tp, cp in itertools.product(divisors(cluster.size // pp), repeat=2):
+            dp, rest = divmod(cluster.size // pp, tp * cp)
+            if rest or not open_to("tp", tp, True):
+                continue
+            if open_to("cp", cp, cp == 1 or limits.sequence % cp == 0) and open_to("dp", dp, limits.batch % dp == 0):
+                yield Degrees(pp, dp, cp, tp)
+
+
+def _schedules(degrees: Degrees, hints: Hints, limits: Limits) -> Iterator[tuple[str | None, int]]:
+    """The schedules of a pipeline with their stages a rank."""
+    if degrees.pp == 1:
+        yield None, 1
+        return
+    for schedule in [hints.schedule] if hints.schedule else [s for s in SCHEDULES if s not in DOMINATED]:
+        chunks = ALL_SCHEDULES[schedule]
+        for count in CHUNKS if chunks is None else (chunks,):
+            stages = degrees.pp * count
+            even = -(-limits.units // stages) * stages <= UNEVEN * limits.units or chunks is not None
+            if hints.stages is not None or (stages <= limits.units and even):
+                yield schedule, count
+
+
+def _micro_batches(degrees: Degrees, hints: Hints, limits: Limits) -> list[int]:
+    """Into how many micro-batches a rank's batch may be cut, fewest first."""
+    samples, rest = divmod(limits.batch, degrees.dp)
+    if hints.micro_batch_size is not None:
+        count, rest = divmod(limits.batch, degrees.dp * hints.micro_batch_size)
+        return [] if rest else [count]
+    if rest or not limits.parts:
+        return [1]
+    return sorted({1, *(samples // n for n in MICRO_BATCH_SIZES if samples % n == 0)})
+
+
+def _zeros(degrees: Degrees, hints: Hints, cluster: Cluster) -> Iterator[tuple[int | None, int | None]]:
+    """Kinds of ZeRO with the group that shards; groups smaller than all data ranks lie within a host."""
+    ranks = degrees.dp * degrees.cp
+    if ranks == 1:
+        yield hints.zero, hints.zero_group_size
+        return
+    for zero in (0, 1, 2, 3) if hints.zero is None else (hints.zero,):
+        yield zero, hints.zero_group_size
+        host = cluster.devices_per_host // (degrees.tp * degrees.cp)
+        if zero and hints.zero_group_size is None and 1 < host < degrees.dp and degrees.dp % host == 0:
+            yield zero, host
+
+
+def candidates(degrees: Degrees, cluster: Cluster, hints: Hints, limits: Limits) -> Iterator[Candidate]:
+    """Every candidate with these degrees that its schedule can run."""
+    for schedule, chunks in _schedules(degrees, hints, limits):
+        for count in _micro_batches(degrees, hints, limits):
+            if schedule is not None and not runs(schedule, degrees.pp, degrees.pp * chunks, count):
+                continue
+            for zero, group in _zeros(degrees, hints, cluster):
+                yield Candidate(degrees, zero, group, count, schedule, chunks)

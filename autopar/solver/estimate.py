@@ -1,0 +1,268 @@
+"""What a candidate of the outer search would take, put together from the profile of its replica in closed form.
+
+Estimates order candidates; the best of them are then solved and simulated (`solver.outer`). Every one also has a
+proved lower bound on seconds, from which `Plan.gap` follows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.cluster import Cluster
+from autopar.cost_model.communication import collective_seconds
+from autopar.schedule import SPLIT_BACKWARD, V_SHAPED, stage_ranks
+from autopar.solver.candidates import Candidate
+from autopar.solver.cuts import Units, best_cuts, even_cuts
+from autopar.solver.profile import Replica
+from autopar.solver.program import Floats, Ints
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A candidate with a way to recompute: about how many ``seconds`` a step takes and ``memory`` bytes its fullest
+    rank keeps, and the ``bound``: no plan of the candidate takes fewer seconds."""
+
+    candidate: Candidate
+    recompute: str
+    seconds: float
+    memory: float
+    bound: float
+
+
+def by_rank(schedule: str | None, pp: int, values: Floats) -> Floats:
+    """Sums over the stages of every rank, of values by stage."""
+    chunks = values.reshape(-1, pp).copy()
+    if schedule in V_SHAPED:
+        chunks[1::2] = chunks[1::2, ::-1]
+    return np.asarray(chunks.sum(0))
+
+
+def bubble(schedule: str | None, chunks: int, forward: Floats, inputs: Floats, weights: Floats) -> float:
+    """Seconds that ranks wait in a step, of a micro-batch's seconds by rank: the closed forms of cost_model.bubble,
+    those of zero bubble with W cut off where it is longer than half of the rest."""
+    work = forward + inputs + weights
+    if schedule in SPLIT_BACKWARD:
+        work = np.maximum(work - (3.0 if schedule == "dualpipev" else 2.0) * weights, 0.0)
+    return float(work.sum() - work.max()) / chunks
+
+
+def in_flight(schedule: str | None, pp: int, chunks: int, micro_batches: int) -> Floats:
+    """How many micro-batches of all its stages a rank holds activations of at its fullest moment (Narayanan et al.,
+    arXiv:2104.04473; Qi et al., arXiv:2401.10241)."""
+    ranks = np.arange(pp, dtype=np.float64)
+    held = {
+        None: np.ones(1),
+        "gpipe": np.full(pp, float(micro_batches)),
+        "1f1b": pp - ranks,
+        "interleaved": ((chunks - 1) * pp + 2 * (pp - 1 - ranks) + 1) / chunks,
+        "dualpipev": np.full(pp, pp + 0.5),
+    }.get(schedule, np.full(pp, float(pp)))
+    return np.minimum(held, micro_batches)
+
+
+def least_share(schedule: str | None, pp: int, chunks: int, micro_batches: int) -> float:
+    """A step over the work of one rank if all ranks had the same, at least: 1F1B and GPipe run every micro-batch
+    through a rank and the first of them through all others; interleaving a rank's stages divides that wait."""
+    if schedule is None or schedule in SPLIT_BACKWARD:
+        return 1.0
+    return 1.0 + (pp - 1) / (chunks * micro_batches)
+
+
+#: What the sums over a rank's units depend on: cp, tp, pp, schedule, stages a rank.
+_Shape = tuple[int, int, int, str | None, int]
+
+
+def _shape(c: Candidate) -> _Shape:
+    return c.degrees.cp, c.degrees.tp, c.degrees.pp, c.schedule, c.chunks
+
+
+def shards(c: Candidate) -> int:
+    """Over how many ranks ZeRO splits what rests."""
+    return (c.group or c.degrees.dp) * c.degrees.cp if c.zero else 1
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One micro-batch on the ranks of a pipeline, without recomputation: the most seconds that a rank has of the
+    ``forward`` and of the ``backward``, the most of both (``busiest``), what ranks wait for one another in a step
+    (``bubble``) and in the transfers between stages."""
+
+    forward: float
+    backward: float
+    busiest: float
+    wait: float
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """Bytes by rank of parameters as in `profile.State`, the most that a unit has of those that are ``used``, and what
+    the ``first`` and the ``last`` unit of a stage have, the most of all stages."""
+
+    rest: Floats
+    gradients: Floats
+    used: Floats
+    reduced: Floats
+    largest: float
+    first: float
+    last: float
+
+
+class Estimator:
+    """Estimates candidates of one model on one cluster. ``replica`` gives the solved replica of cp x tp."""
+
+    def __init__(self, cluster: Cluster, batch: int, replica: Callable[[int, int], Replica]) -> None:
+        self.cluster, self.batch, self.replica = cluster, batch, replica
+        for name in ("cuts", "_work", "_bytes", "_saved", "_collective"):
+            setattr(self, name, functools.cache(getattr(self, name)))
+
+    def estimate(self, c: Candidate, modes: Sequence[str], budget: float) -> Estimate:
+        """The candidate with the first of ``modes`` (in the order of their seconds) that fits into ``budget`` bytes; if
+        none does, the last. Where all blocks made again keep less than is asked, only as many are as are needed."""
+        rest = self._rest(c)
+        found: list[Estimate] = []
+        for mode in modes:
+            memory = float((rest + self._saved(_shape(c), self._samples(c), mode)[0] * self._held(c)).max())
+            memory += self._saved(_shape(c), self._samples(c), mode)[1]
+            found.append(Estimate(c, mode, self._seconds(c, mode), memory, self.bound(c)))
+            if memory <= budget:
+                return self._fewest(found, budget) if mode == "full" and len(found) > 1 else found[-1]
+        return found[-1]
+
+    def _fewest(self, found: Sequence[Estimate], budget: float) -> Estimate:
+        """As many blocks made again in full as are needed, if that is faster than another way that fits: seconds and
+        bytes lie between those of none and of all of them."""
+        none, full = found[0], found[-1]
+        c, over = full.candidate, none.memory - budget
+        blocks = len(self.replica(c.degrees.cp, c.degrees.tp).blocks)
+        count = math.ceil(blocks * over / (none.memory - full.memory)) if none.recompute == "none" else blocks
+        if count >= blocks:
+            return full
+        share = count / blocks
+        seconds = none.seconds + share * (full.seconds - none.seconds)
+        memory = none.memory + share * (full.memory - none.memory)
+        return Estimate(c, f"full:{count}", seconds, memory, full.bound)
+
+    def bound(self, c: Candidate) -> float:
+        """Seconds that no plan of a candidate beats."""
+        d = c.degrees
+        share = least_share(c.schedule, d.pp, c.chunks, c.micro_batches)
+        return self.replica(d.cp, d.tp).bound * self.batch / (d.dp * d.pp) * share
+
+    def cuts(self, cp: int, tp: int, stages: int) -> Ints:
+        """The first unit of every stage."""
+        return even_cuts(self.replica(cp, tp).profile(1).seconds, stages)
+
+    def _samples(self, c: Candidate) -> int:
+        return max(1, self.batch // (c.degrees.dp * c.micro_batches))
+
+    def _seconds(self, c: Candidate, mode: str) -> float:
+        """Seconds of a step."""
+        work = self._work(_shape(c), self._samples(c), mode)
+        return c.micro_batches * work.busiest + work.wait + self._exposed(c, work) + self._optimizer(c)
+
+    def _by_rank(self, shape: _Shape, by_unit: Floats) -> Floats:
+        cp, tp, pp, schedule, chunks = shape
+        return by_rank(schedule, pp, np.add.reduceat(by_unit, self.cuts(cp, tp, pp * chunks)))
+
+    def _work(self, shape: _Shape, samples: int, mode: str) -> _Work:
+        cp, tp, pp, schedule, chunks = shape
+        replica = self.replica(cp, tp)
+        profile = replica.profile(samples)
+        forward, inputs, weights = (self._by_rank(shape, x) for x in (profile.forward, profile.inputs, profile.weights))
+        inputs = inputs + self._by_rank(shape, replica.chosen(profile.again, mode))
+        wait = bubble(schedule, chunks, forward, inputs, weights)
+        if pp > 1:
+            sent = float(profile.sent[self.cuts(cp, tp, pp * chunks)[1:] - 1].max())
+            wait += 2 * (pp - 1) * self._collective("p2p", self.cluster.size // pp, pp, sent)
+        backward = inputs + weights
+        return _Work(float(forward.max()), float(backward.max()), float((forward + backward).max()), wait)
+
+    def _bytes(self, shape: _Shape) -> _Bytes:
+        state = self.replica(*shape[:2]).state
+        rest = self._by_rank(shape, state.parameters + state.optimizer)
+        gradients, used, reduced = (self._by_rank(shape, x) for x in (state.gradients, state.used, state.reduced))
+        begin = self.cuts(shape[0], shape[1], shape[2] * shape[4])
+        first, last = state.used[begin].max(), state.used[[*(begin[1:] - 1), -1]].max()
+        return _Bytes(rest, gradients, used, reduced, float(state.used.max()), float(first), float(last))
+
+    def _saved(self, shape: _Shape, samples: int, mode: str) -> tuple[Floats, float]:
+        """Bytes by rank that a micro-batch saves, and what a block that is made again holds meanwhile."""
+        replica = self.replica(*shape[:2])
+        saved = replica.profile(samples).saved
+        return self._by_rank(shape, replica.chosen(saved, mode)), 0.0 if mode == "none" else float(saved["none"].max())
+
+    def _held(self, c: Candidate) -> Floats:
+        return in_flight(c.schedule, c.degrees.pp, c.chunks, c.micro_batches)
+
+    def _rest(self, c: Candidate) -> Floats:
+        """Bytes by rank of parameters, gradients, optimizer state and copies."""
+        own, shard = self._bytes(_shape(c)), shards(c)
+        whole = not c.zero or (c.zero == 1 and c.micro_batches > 1)
+        found = own.rest / shard + (own.reduced if whole else own.gradients / shard)
+        copied = self._is_copied(c)
+        return np.asarray(found + own.used if copied else found + self._gathered(c, own.largest))
+
+    def _is_copied(self, c: Candidate) -> bool:
+        """Whether the copies in which parameters are used live from step to step."""
+        return c.zero in (1, 2) or (not c.zero and self.replica(c.degrees.cp, c.degrees.tp).state.cast)
+
+    def _gathered(self, c: Candidate, largest: float) -> float:
+        """Bytes of the block in use and the one that is gathered ahead."""
+        return 2 * largest if c.zero == 3 else 0.0
+
+    def best_cuts(self, c: Candidate, mode: str, budget: float) -> Ints:
+        """The first unit of every stage of a candidate, the best cut that fits."""
+        replica, shard = self.replica(c.degrees.cp, c.degrees.tp), shards(c)
+        profile, state = replica.profile(self._samples(c)), replica.state
+        whole = not c.zero or (c.zero == 1 and c.micro_batches > 1)
+        rest = (state.parameters + state.optimizer) / shard + (state.reduced if whole else state.gradients / shard)
+        rest = rest + state.used if self._is_copied(c) else rest
+        seconds = profile.seconds + replica.chosen(profile.again, mode)
+        row = Units(seconds, rest, replica.chosen(profile.saved, mode))
+        short = 0.0 if mode == "none" else float(profile.saved["none"].max())
+        room = budget - self._gathered(c, float(state.used.max())) - short
+        stages = c.degrees.pp * c.chunks
+        return best_cuts(row, stage_ranks(str(c.schedule), c.degrees.pp, stages), self._held(c), max(room, 1.0))
+
+    def _exposed(self, c: Candidate, work: _Work) -> float:
+        """Seconds that the collectives of data parallelism add to a step: as `cost_model.step` has it, those once a
+        step have no compute beside them if there is more than one micro-batch."""
+        d, own, shard = c.degrees, self._bytes(_shape(c)), shards(c)
+        used, reduced, ranks = float(own.used.max()), float(own.reduced.max()), d.dp * d.cp
+        forward, backward = (work.forward, work.backward) if c.micro_batches == 1 else (0.0, 0.0)
+        if not c.zero:
+            return self._beside(self._collective("all_reduce", d.tp, ranks, reduced), backward)
+        gather = self._collective("all_gather", d.tp, shard, used)
+        scatter = self._collective("reduce_scatter", d.tp, shard, reduced)
+        across = self._collective("all_reduce", d.tp * shard, ranks // shard, reduced / shard)
+        # nothing is beside the first gathers of a direction and the last reductions
+        leads = [self._collective("all_gather", d.tp, shard, n) for n in (own.first, own.last)]
+        ends = self._collective("reduce_scatter", d.tp, shard, own.first * reduced / used)
+        if c.zero == 3:
+            each = self._beside(gather, work.forward) + self._beside(gather + scatter, work.backward)
+            return c.micro_batches * (each + sum(leads) + ends) + across
+        once = self._beside(gather, forward) + across
+        if c.zero == 2:
+            return once + c.micro_batches * (self._beside(scatter, work.backward) + ends)
+        return once + self._beside(scatter, backward)
+
+    def _beside(self, communication: float, compute: float) -> float:
+        """Seconds that a collective adds to the compute beside it, which it slows down as long as it runs."""
+        return max(communication * (1.0 - self.cluster.device.overlap_rate), communication - compute)
+
+    def _optimizer(self, c: Candidate) -> float:
+        """Seconds of reading and writing what the optimizer changes."""
+        own, device = self._bytes(_shape(c)), self.cluster.device
+        moved = float((2 * own.rest + own.gradients).max()) / shards(c)
+        return moved / (device.memory_bandwidth * device.stream_efficiency)
+
+    def _collective(self, kind: str, stride: int, size: int, nbytes: float) -> float:
+        """Seconds of a collective over ``size`` ranks that are ``stride`` apart."""
+        if size == 1 or nbytes == 0:
+            return 0.0
+        return float(collective_seconds(kind, nbytes, self.cluster.group(stride, size), self.cluster.device))

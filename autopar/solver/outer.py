@@ -1,0 +1,310 @@
+"""The outer search: which degrees, ZeRO, micro-batches, schedule and recomputation, over all that a cluster allows.
+
+Every replica (cp x tp ranks) that may be worth it is solved once and profiled, all candidates are estimated from the
+profiles (`solver.estimate`), and the best few, of different degrees and then of the best degrees, are solved, laid out
+in stages and simulated. The fastest that fits wins.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cluster import Cluster
+from autopar.hints import Hints
+from autopar.sharding.axes import STATE_AXES, make_mesh
+from autopar.sharding.layout import Mesh
+from autopar.sharding.recompute import forward_blocks, kept, made_again
+from autopar.solver.candidates import MICRO_BATCH_SIZES, Candidate, Degrees, Limits, all_degrees, candidates
+from autopar.solver.carry import hint_pins
+from autopar.solver.costs import state_bytes
+from autopar.solver.estimate import Estimate, Estimator
+from autopar.solver.peaks import peak_of
+from autopar.solver.pipeline import Pipeline, hinted
+from autopar.solver.profile import Replica
+from autopar.solver.setting import Setting, keepings
+from autopar.solver.space import Pins
+from autopar.solver.spmd import Solved
+from autopar.solver.task import Task
+
+#: Ways to recompute, by the seconds that they take.
+RECOMPUTE = ("none", "selective", "full")
+
+#: Tokens of a sequence that a rank of cp has at least, unless nothing else fits: Megatron's guidance is context
+#: parallelism from sequences of 8K on.
+CONTEXT_TOKENS = 4096
+
+#: How many degrees are solved and simulated, and how many candidates of the best of them.
+DEGREES_SOLVED, VARIANTS_SOLVED = 8, 8
+
+#: How many candidates of one degree are solved until one fits, and how many to find the one that needs least.
+TRIES, SMALLEST_SOLVED = 4, 8
+
+#: A plan that an ordinary training loop runs (no pipeline) is taken unless a pipeline saves more than this.
+ORDINARY = 0.02
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a search is for: ``pins`` are the hints', ``budget`` bytes a device."""
+
+    setting: Setting
+    hints: Hints
+    pins: Pins
+    limits: Limits
+    budget: float
+
+    @functools.cached_property
+    def state(self) -> float:
+        """Bytes of all parameters, gradients and optimizer state, each once."""
+        found = 0.0
+        for p in self.setting.captured.parameters:
+            kinds = state_bytes(p.spec.numel, p.storage_dtype, self.setting.optimizer, p.gradient is not None)
+            found += sum(kinds.values())
+        return found
+
+    @functools.cached_property
+    def replica_pins(self) -> Pins:
+        """The pins of a replica, where nothing is split over the ranks of the data."""
+        shard = {pattern: {a: d for a, d in dims.items() if a not in STATE_AXES}
+                 for pattern, dims in (self.hints.shard or {}).items()}  # fmt: skip
+        return hint_pins(self.setting.captured, Hints(shard={pattern: dims for pattern, dims in shard.items() if dims}))
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster of the setting."""
+        return self.setting.cluster
+
+    @functools.cached_property
+    def modes(self) -> tuple[str, ...]:
+        """Ways to recompute that the hints allow."""
+        if self.hints.recompute is not None:
+            return (self.hints.recompute,)
+        return RECOMPUTE if forward_blocks(self.setting.operators) else RECOMPUTE[:2]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A candidate that was solved; ``peak`` are bytes by kind at the fullest moment of its fullest rank."""
+
+    estimate: Estimate
+    pipeline: Pipeline | None
+    setting: Setting
+    solved: Solved
+    peak: dict[str, int]
+
+    @property
+    def candidate(self) -> Candidate:
+        """What was solved."""
+        return self.estimate.candidate
+
+    @property
+    def needed(self) -> int:
+        """Bytes a device."""
+        return sum(self.peak.values())
+
+
+class Estimates:
+    """The estimates of all candidates."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.replica = functools.cache(self._replica)
+        self._asked: list[tuple[int, int]] = []
+        self.estimator = Estimator(frame.cluster, frame.limits.batch, self.replica)
+
+    @functools.cached_property
+    def degrees(self) -> dict[tuple[int, int], list[Degrees]]:
+        """All degrees by those of a replica, (cp, tp), the fewest ranks first."""
+        frame = self.frame
+        found = [d for d in all_degrees(frame.cluster, frame.hints, frame.limits) if keeps_hints(d, frame.hints)]
+        every = sorted(found, key=lambda d: (d.tp * d.cp, d.cp, d.pp))
+        return {key: list(group) for key, group in itertools.groupby(every, key=lambda d: (d.cp, d.tp))}
+
+    def _replica(self, cp: int, tp: int) -> Replica:
+        self._asked.append((cp, tp))
+        batch = self.frame.limits.batch
+        most = batch // min(d.dp for d in self.degrees[cp, tp])
+        samples = max(n for n in (*MICRO_BATCH_SIZES, max(most, 1)) if batch % n == 0)
+        return Replica(self.frame.setting, cp, tp, self.frame.replica_pins, batch, samples)
+
+    def preferred(self, cp: int, tp: int) -> bool:
+        """Whether a replica is one of those tried first: tp over the fast links of a host, cp for long sequences. No
+        proof says that others are slower; they are tried where nothing else fits, and where hints name them."""
+        hints, device = self.frame.hints, self.frame.cluster.device
+        near = tp <= max(device.scale_up_devices, self.frame.cluster.devices_per_host) or hints.tp is not None
+        return near and (cp == 1 or self.frame.limits.sequence >= cp * CONTEXT_TOKENS or hints.cp is not None)
+
+    def all(self, *, preferred: bool, hopeless: bool = False) -> list[Estimate]:
+        """Estimates of all candidates of replicas that are (not) `preferred`, fastest first, each with as little
+        recomputation as fits. Replicas whose bound is above what another's candidate is estimated to take are left
+        out, and unless wanted candidates whose state alone does not fit."""
+        found: list[Estimate] = []
+        best = math.inf
+        for (cp, tp), group in self.degrees.items():
+            if self.preferred(cp, tp) != preferred or self._least(cp, tp) >= best:
+                continue
+            if self.replica(cp, tp).possible:
+                found += self._of(group, hopeless)
+                best = min((e.seconds for e in found if e.memory <= self.frame.budget), default=math.inf)
+        return sorted(found, key=lambda e: (e.seconds, e.memory))
+
+    def _of(self, group: Sequence[Degrees], hopeless: bool) -> Iterator[Estimate]:
+        frame = self.frame
+        for degrees in group:
+            for c in candidates(degrees, frame.cluster, frame.hints, frame.limits):
+                if hopeless or self._can_fit(c):
+                    yield self.estimator.estimate(c, frame.modes, frame.budget)
+
+    def _can_fit(self, c: Candidate) -> bool:
+        """Whether the state of the parameters alone leaves a chance: the fullest rank has at least the average."""
+        d = c.degrees
+        shard = (c.group or d.dp) * d.cp if c.zero != 0 else 1
+        return self.frame.state / (d.pp * d.tp * shard) <= self.frame.budget
+
+    def _least(self, cp: int, tp: int) -> float:
+        """Seconds that no candidate of a replica beats, known from those that have been solved: an operator that is
+        split n ways takes at least an n-th of its time, and collectives do not take less."""
+        replicas = [(key, self.replica(*key)) for key in self._asked]
+        known = (
+            one.bound * other[0] * other[1]
+            for other, one in replicas
+            if one.possible and cp % other[0] == 0 and tp % other[1] == 0
+        )
+        return max(known, default=0.0) * self.frame.limits.batch / self.frame.cluster.size
+
+
+def keeps_hints(degrees: Degrees, hints: Hints) -> bool:
+    """Whether the axes that hints split something over have more than one rank."""
+    table = degrees.table()
+    split = {axis for dims in (hints.shard or {}).values() for axis in dims}
+    return all(table[axis] > 1 for axis in split) and (not hints.zero or degrees.dp * degrees.cp > 1)
+
+
+def pins_of(frame: Frame, c: Candidate) -> Pins:
+    """The pins of the hints with those of a candidate; what rests sharded rests alike for all kinds of ZeRO."""
+    zero = 3 if c.zero else c.zero
+    return replace(frame.pins, zero=zero, micro_batches=c.micro_batches)
+
+
+def mesh_of(c: Candidate) -> Mesh:
+    """The mesh of a stage."""
+    d = c.degrees
+    return make_mesh(d.dp, d.cp, d.tp, c.group)
+
+
+class Solver:
+    """Solves candidates in the order in which they are worth it, for at most ``seconds`` once there is a plan."""
+
+    def __init__(self, frame: Frame, estimates: Estimates, seconds: float | None) -> None:
+        self.frame, self.estimates = frame, estimates
+        self.deadline = math.inf if seconds is None else time.monotonic() + seconds
+        self.found: list[Found] = []
+        self.tried: set[tuple[Candidate, str]] = set()
+
+    def run(self, every: Sequence[Estimate]) -> None:
+        """Solve the best candidates of the best degrees, then more of the degrees that turned out best, and there at
+        last ZeRO parameter by parameter."""
+        by_degrees: dict[Degrees, list[Estimate]] = {}
+        for e in every:
+            by_degrees.setdefault(e.candidate.degrees, []).append(e)
+        for group in itertools.islice(by_degrees.values(), DEGREES_SOLVED):
+            self._first_that_fits(group)
+        if not self.found:
+            return
+        group = by_degrees[self.best().candidate.degrees]
+        untried = (e for e in group if (e.candidate, e.recompute) not in self.tried and e.memory <= self.frame.budget)
+        for e in itertools.islice(untried, VARIANTS_SOLVED):
+            if not self._late():
+                self.solve(e)
+        best = self.best()
+        if best.candidate.zero and self.frame.hints.zero is None and best.pipeline is None:
+            self.solve(replace(best.estimate, candidate=replace(best.candidate, zero=None)))
+
+    def best(self) -> Found:
+        """The fastest, an ordinary one if no pipeline is clearly faster; of equally fast ones the one with less in it,
+        and then the one that needs less."""
+
+        def key(f: Found) -> tuple[float, int, int, int]:
+            seconds = f.solved.step_time * (1.0 if f.pipeline is None else 1.0 + ORDINARY)
+            return float(f"{seconds:.6g}"), f.candidate.micro_batches, f.solved.zero, f.needed
+
+        return min(self.found, key=key)
+
+    def _first_that_fits(self, group: Sequence[Estimate]) -> None:
+        """Solve the fastest of some candidates; where an estimate of memory was too low, the next that keeps less by
+        what was missing."""
+        limit, tries = self.frame.budget, 0
+        for e in group:
+            if e.memory > limit or tries == TRIES or self._late():
+                continue
+            tries += 1
+            short = self.solve(e)
+            if short <= 0:
+                return
+            limit = min(limit, e.memory - short)
+
+    def _late(self) -> bool:
+        return bool(self.found) and time.monotonic() > self.deadline
+
+    def solve(self, e: Estimate) -> float:
+        """Solve a candidate and keep it if it fits. The bytes that it lacks, 0 if it fits, inf if it is impossible."""
+        self.tried.add((e.candidate, e.recompute))
+        frame, c = self.frame, e.candidate
+        task = task_of(frame, self.estimates, e)
+        limit, short = frame.budget, 0.0
+        while (solved := task.solve(mesh_of(c), pins_of(frame, c), limit)) is not None:
+            found = Found(e, task.pipeline, task.setting, solved, peak(task, solved, c.micro_batches))
+            if found.needed <= frame.budget:
+                self.found.append(found)
+                return 0.0
+            short = found.needed - frame.budget
+            limit = min(limit, solved.peak_memory) - short
+        return short or max(task.least_memory(mesh_of(c), pins_of(frame, c))[0] - frame.budget, 1.0)
+
+
+def task_of(frame: Frame, estimates: Estimates, e: Estimate) -> Task:
+    """What a candidate is solved for."""
+    zero = replace(frame.setting.zero, stage=e.candidate.zero)
+    setting = replace(frame.setting, recompute=e.recompute, zero=zero)
+    return Task(setting, _pipeline(frame, estimates, e))
+
+
+def peak(task: Task, solved: Solved, micro_batches: int) -> dict[str, int]:
+    """Bytes by kind at the fullest moment; of a pipeline what its fullest rank keeps."""
+    if task.pipeline is not None:
+        return solved.memory
+    setting, assignment = task.setting, solved.assignment
+    held = kept(setting.operators, assignment, made_again(setting.operators, setting.recompute))
+    keep = keepings(setting.captured, assignment, setting.zero)
+    return peak_of(setting, assignment, held, keep, micro_batches)
+
+
+def _pipeline(frame: Frame, estimates: Estimates, e: Estimate) -> Pipeline | None:
+    c, d = e.candidate, e.candidate.degrees
+    if c.schedule is None:
+        return None
+    row = estimates.replica(d.cp, d.tp).row
+    if frame.hints.stages is not None:
+        return Pipeline(d.pp, c.schedule, hinted(row, frame.hints.stages))
+    first = estimates.estimator.best_cuts(c, e.recompute, frame.budget)
+    return Pipeline(d.pp, c.schedule, tuple(tuple(row[a:b]) for a, b in itertools.pairwise([*first, len(row)])))
+
+
+def least_memory(frame: Frame, estimates: Estimates) -> Found | None:
+    """The plan that needs the fewest bytes, of the candidates that are estimated to; None if none is possible."""
+    every = [e for preferred in (True, False) for e in estimates.all(preferred=preferred, hopeless=True)]
+    smallest: dict[tuple[Degrees, bool], Estimate] = {}  # gradients of micro-batches are added up beside one another
+    for e in sorted(every, key=lambda e: e.memory):
+        smallest.setdefault((e.candidate.degrees, e.candidate.micro_batches == 1), e)
+    found: list[Found] = []
+    for e in itertools.islice(smallest.values(), SMALLEST_SOLVED):
+        task, c = task_of(frame, estimates, e), e.candidate
+        _, solved = task.least_memory(mesh_of(c), pins_of(frame, c))
+        if solved is not None:
+            found.append(Found(e, task.pipeline, task.setting, solved, peak(task, solved, c.micro_batches)))
+    return min(found, key=lambda f: f.needed, default=None)

@@ -1,0 +1,62 @@
+"""What every candidate of a search is solved for: the fastest assignment on its mesh that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.layout import Mesh
+from autopar.solver.pipeline import Pipeline
+from autopar.solver.program import Solution, solve
+from autopar.solver.setting import Setting
+from autopar.solver.space import Pins
+from autopar.solver.spmd import Solved, account, make_program
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every candidate is solved for; ``pipeline`` is the one of which they are a stage."""
+
+    setting: Setting
+    pipeline: Pipeline | None = None
+
+    def solve(self, mesh: Mesh, pins: Pins, budget: float) -> Solved | None:
+        """The fastest assignment on ``mesh`` that keeps at most ``budget`` bytes a device, or None.
+
+        The program counts a saved view as the solver expects it to be read; where the account of the answer comes out
+        higher, the program's budget is lowered by the difference and it is solved again.
+        """
+        limit = budget
+        if self.pipeline is not None:  # the program counts the whole model, of which a rank has its stages
+            limit = np.inf if np.isinf(budget) else budget * self.pipeline.pp
+        space, program = make_program(self.setting, mesh, pins)
+        while True:
+            solution = solve(replace(program, budget=limit))
+            if solution is None:
+                return None
+            solved = self._account(space.assignment(solution.options), solution, pins)
+            if solved.peak_memory <= budget:
+                return solved
+            limit -= solved.peak_memory - budget
+
+    def least_memory(self, mesh: Mesh, pins: Pins) -> tuple[float, Solved | None]:
+        """Bytes a device for which `solve` finds an assignment on ``mesh``, about the fewest, and that assignment; inf
+        and None if there is none."""
+        space, program = make_program(self.setting, mesh, pins)
+        # Only bytes count; where there is no way between two layouts there still is none.
+        pairs = zip(program.seconds, program.memory, strict=True)
+        program.seconds = [np.where(np.isfinite(s), m * 1e-9, s) for s, m in pairs]
+        program.edges = [replace(e, cost=np.where(np.isfinite(e.cost), 0.0, np.inf)) for e in program.edges]
+        solution = solve(program)
+        if solution is None:
+            return float("inf"), None
+        solved = self._account(space.assignment(solution.options), solution, pins)
+        if self.pipeline is not None:
+            return solved.peak_memory, solved
+        return max(solution.memory, solved.peak_memory), solved
+
+    def _account(self, assignment: Assignment, solution: Solution, pins: Pins) -> Solved:
+        """What an assignment costs, of a whole step on a mesh or of a pipeline of such meshes."""
+        return account(self.setting, assignment, solution, pins.micro_batches, self.pipeline)
