@@ -146,6 +146,25 @@ def one_batch(
     return replace(workload, global_batch=given["global_batch"], seq_len=given["seq_len"]), args, kwargs
 
 
+def check_sizes(hints: Hints, workload: Workload) -> None:
+    """HintError for a hinted dp that leaves ranks without a sample, a hinted cp that does not divide the sequence."""
+    batch, length = workload.global_batch, workload.seq_len
+    if None not in (hints.dp, batch) and hints.dp > batch:  # type: ignore[operator]  # neither is None
+        raise HintError(
+            f"The hint dp={hints.dp} leaves ranks without a sample.",
+            expected=f"dp of at most {batch}, one sample a rank",
+            found=f"global_batch={batch}",
+            change=f"give dp of at most {batch}, or a larger global_batch",
+        )
+    if None not in (hints.cp, length) and length % hints.cp:  # type: ignore[operator]  # neither is None
+        raise HintError(
+            f"The hint cp={hints.cp} does not divide the sequence.",
+            expected=f"a sequence length that {hints.cp} divides",
+            found=f"seq_len={length}",
+            change=f"give a cp that divides {length}, or pad sequences: Workload(pad_to=[...])",
+        )
+
+
 def _arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)

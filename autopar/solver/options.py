@@ -35,13 +35,14 @@ OPTIONS_KEPT, LIGHT_OPTIONS_KEPT = 6, 3
 DIGITS = 6
 
 
-def with_decisions(plan: Plan, captured: Captured) -> Plan:
-    """``plan`` with the tables of its decisions. ``captured`` is the graph that it was made for."""
-    return replace(plan, decisions=decisions(plan, captured))
+def with_decisions(plan: Plan, captured: Captured, compiled: bool = False) -> Plan:
+    """``plan`` with the tables of its decisions. ``captured`` is the graph that it was made for; ``compiled`` says
+    whether it was priced as Inductor runs it."""
+    return replace(plan, decisions=decisions(plan, captured, compiled))
 
 
 @collecting_later()
-def decisions(plan: Plan, captured: Captured) -> tuple[Decision, ...]:
+def decisions(plan: Plan, captured: Captured, compiled: bool = False) -> tuple[Decision, ...]:
     """What ``plan`` decides for every parameter and every operator that is no view and has a choice, in the order of
     the graph, each with its cheapest options.
 
@@ -52,7 +53,7 @@ def decisions(plan: Plan, captured: Captured) -> tuple[Decision, ...]:
     dims = {**hinted.zero_dims, **carried.zero_dims}
     free = Pins(zero_dims=dims, micro_batches=plan.num_micro_batches)
     workload, cluster = Workload.from_dict(plan.workload), Cluster.from_dict(plan.cluster)
-    setting = Setting(captured, operators, cluster, workload.optimizer, plan.recompute)
+    setting = Setting(captured, operators, cluster, workload.optimizer, plan.recompute, compiled=compiled)
     space, program = make_program(setting, plan.mesh, free)
 
     def left_open(pins: Pins) -> list[np.ndarray]:
