@@ -151,7 +151,7 @@ def _alternatives(plan: Plan) -> Table | str:
         return "none"
     rows = [
         (
-            " x ".join(f"{axis} {degree}" for axis, degree in a.degrees.items()),
+            " x ".join(f"{axis} {degree}" for axis, degree in a.degrees.items() if degree > 1) or "one rank",
             f"ZeRO {a.zero}" + (f" in {a.zero_group_size}" if a.zero_group_size else ""),
             f"{a.micro_batches}" + (f" {a.schedule}" if a.schedule else ""),
             a.recompute,
