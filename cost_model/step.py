@@ -39,8 +39,8 @@ Program = tuple[Repeated, ...]
 class Timing:
     """What a step is simulated from. ``actions`` has for every kind of action the place in ``programs`` of every
     stage's; equal stages share theirs. ``up`` and ``down`` are the seconds that what every stage sends to the next,
-    and to the one before, travels. By rank of pp: ``shared`` are those of summing up gradients that several stages have, and
-    ``optimizer`` those of its step. ``overlap_rate`` is the device's."""
+    and to the one before, travels. By rank of pp: ``shared`` are those of summing up gradients that several stages
+    have, and ``optimizer`` those of its step. ``overlap_rate`` is the device's."""
 
     programs: tuple[Program, ...]
     actions: dict[str, tuple[int, ...]]

@@ -78,7 +78,7 @@ def test_counted_by_kind_is_counted_one_by_one(model: nn.Module, monkeypatch: py
     assert solution is not None
     assignment = by_kind.assignment(solution.options)
     work = [local_work(op, operators, mesh, assignment.strategies[op.node]) for op in operators]
-    solved = account(Setting(captured, operators, cluster, "adamw"), assignment, solution)
+    solved = account(Setting(captured, operators, cluster, "adamw"), assignment)
     assert solved.breakdown["compute"] == pytest.approx(prices.work_seconds(work).sum(), rel=1e-12)
 
 

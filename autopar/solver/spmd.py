@@ -15,7 +15,7 @@ from autopar.sharding.operators import Operators, read_operators
 from autopar.sharding.rule import work_share
 from autopar.solver.costs import Prices, price
 from autopar.solver.pipeline import Pipeline
-from autopar.solver.program import Program, Solution
+from autopar.solver.program import Program
 from autopar.solver.setting import Setting, is_sharded
 from autopar.solver.space import Pins, Space, build_space
 from autopar.solver.staged import price_step
@@ -23,16 +23,15 @@ from autopar.solver.staged import price_step
 
 @dataclass(frozen=True)
 class Solved:
-    """An assignment with its account: seconds by part, bytes by kind, collectives of a step, the proved lower bound on
-    seconds over the space, the largest share of the FLOPs that a rank does, ``zero``: 3 if some parameter rests sharded
-    over the data axis, else 0, and the ``timing`` that seconds are simulated from."""
+    """An assignment with its account: seconds by part, bytes by kind, collectives of a step, the largest
+    share of the FLOPs that a rank does, ``zero``: 3 if some parameter rests sharded by ZeRO, else 0, and the ``timing``
+    that seconds are simulated from."""
 
     mesh: Mesh
     assignment: Assignment
     breakdown: dict[str, float]
     memory: dict[str, int]
     collectives: tuple[Collective, ...]
-    bound: float
     flops_share: float
     zero: int
     timing: Timing
@@ -78,7 +77,6 @@ def make_program(
 def account(
     setting: Setting,
     assignment: Assignment,
-    solution: Solution,
     micro_batches: int = 1,
     pipeline: Pipeline | None = None,
 ) -> Solved:
@@ -95,7 +93,6 @@ def account(
         breakdown,
         priced.memory,
         priced.collectives,
-        min(solution.bound / (pipeline.pp if pipeline else 1), sum(breakdown.values())),
         (local / flops if flops else 1.0) * priced.share,
         (setting.zero.stage or 3) if any(is_sharded(p, assignment) for p in setting.captured.parameters) else 0,
         priced.timing,
