@@ -1,28 +1,34 @@
 """The fullest moment of a training step, by the life of every tensor of a program that is not emitted.
 
 `peak_of` reads an assignment: what operators and redistributions of it would be emitted, in the order in which they
-would run, and when what they make is used for the last time (`solver.tape`, `solver.programs`). What rests between steps
-(parameters, optimizer state) is `memory.memory_of`'s. autopar/peak.py finds the same of emitted programs.
+would run, and when what they make is used for the last time (`solver.tape`, `solver.programs`). What rests between
+steps (parameters, optimizer state) is `memory.memory_of`'s. autopar/peak.py finds the same of emitted programs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
+from autopar.cost_model.bubble import script
 from autopar.cost_model.liveness import TRANSIENTS
 from autopar.garbage import collecting_later
+from autopar.schedule import Step as ScheduleStep
 from autopar.sharding.assignment import Assignment
+from autopar.sharding.layout import MICRO_BATCH, Mesh
 from autopar.sharding.operators import Operators
 from autopar.sharding.recompute import Kept, blocks_made_again, forward_blocks, made_again
+from autopar.sharding.stages import homes
 from autopar.sharding.zero import Keeping
 from autopar.solver.memory import memory_of
 from autopar.solver.microbatches import in_micro_batches, split_inputs
-from autopar.solver.programs import life
+from autopar.solver.pipeline import Pipeline
+from autopar.solver.programs import Program, life
 from autopar.solver.setting import Setting
-from autopar.solver.shorten import rows, shorten
-from autopar.solver.steps import cut, programs
+from autopar.solver.shorten import Short, alike_stages, rows, shorten
+from autopar.solver.stage_cut import StagePrograms, stage_programs
+from autopar.solver.steps import Cut, cut, programs
 from autopar.solver.tape import Tape, keep, write
 from autopar.solver.templates import Templates
 
@@ -35,22 +41,42 @@ ACTIVATIONS, GRADIENTS, COPIES = "activations", "gradients", "copies"
 _TEMPLATES: WeakKeyDictionary[Operators, Templates] = WeakKeyDictionary()
 
 
-@collecting_later()
 def peak_of(
-    setting: Setting, assignment: Assignment, held: Kept, keep: Mapping[str, Keeping], micro_batches: int = 1
+    setting: Setting,
+    assignment: Assignment,
+    held: Kept,
+    keep: Mapping[str, Keeping],
+    micro_batches: int = 1,
+    pipeline: Pipeline | None = None,
 ) -> dict[str, int]:
-    """Bytes a device by kind at the fullest moment of a step of so many ``micro_batches``: the kinds of `memory_of`, and
-    ``transients``, which live and die within one direction.
+    """Bytes a device by kind at the fullest moment of a step of so many ``micro_batches``, of a pipeline those of the
+    fullest rank: the kinds of `memory_of`, and ``transients``, which live and die within one direction.
 
     ``held`` is what the backward of ``assignment`` takes over (`sharding.recompute.kept`), ``keep`` how long copies and
-    gradients of parameters live (`setting.keepings`).
+    gradients of parameters live (`setting.keepings`). Raises MicroBatchError where the model mixes samples.
     """
+    ranks = peaks_of(setting, assignment, held, keep, micro_batches, pipeline)
+    return max(ranks, key=lambda kinds: sum(kinds.values()))
+
+
+@collecting_later()
+def peaks_of(
+    setting: Setting,
+    assignment: Assignment,
+    held: Kept,
+    keep: Mapping[str, Keeping],
+    micro_batches: int = 1,
+    pipeline: Pipeline | None = None,
+) -> tuple[dict[str, int], ...]:
+    """`peak_of` of every rank of the pipeline, of one rank without."""
+    if pipeline is not None:
+        return _of_ranks(setting, assignment, held, keep, micro_batches, pipeline)
     memory = memory_of(setting, assignment, held, keep, micro_batches)
-    own = _lives(setting, assignment, keep, micro_batches)
+    own = _life(setting, assignment, keep, micro_batches)
     stepped = optimizer_moment(setting, assignment, memory[GRADIENTS])
     if micro_batches == 1:  # copies that are kept from step to step are there while the optimizer runs too
         stepped = _sum(stepped, {COPIES: own.copies})
-    return _fullest(memory, [stepped, *_step_moments(own, micro_batches)])
+    return (_fullest(memory, [stepped, *_step_moments(own, micro_batches)]),)
 
 
 def _fullest(memory: Mapping[str, int], moments: Iterable[Moment]) -> dict[str, int]:
@@ -75,13 +101,10 @@ def optimizer_moment(setting: Setting, assignment: Assignment, gradients: int) -
 
 
 def _tape(
-    setting: Setting, assignment: Assignment, keeping: Mapping[str, Keeping], micro_batches: int
-) -> tuple[Tape, list[int], list[int]]:
-    """The tape of an assignment, its entries of the batch, and those of the results that a step ends with."""
+    setting: Setting, assignment: Assignment, keeping: Mapping[str, Keeping], micro_batches: int, short: Short
+) -> tuple[Tape, list[int], Cut]:
+    """The tape of an assignment, its entries of the batch, and how a step is cut."""
     captured, operators = setting.captured, setting.operators
-    few = blocks_made_again(setting.recompute)
-    again = set(forward_blocks(operators)[:few])
-    short = shorten(captured, operators, rows(captured, assignment, again.__contains__))
     whole, split = short.assignment(assignment), frozenset(captured.inputs)
     if micro_batches > 1:
         split = split_inputs(captured)
@@ -90,7 +113,14 @@ def _tape(
     tape = write(short, whole, made_again(operators, setting.recompute), templates)
     keep(tape, {name: kept.copy for name, kept in keeping.items()})
     results = [tape.results[i] for i, o in enumerate(captured.outputs) if o.tangent is not None or o.buffer is not None]
-    return tape, [tape.inputs[node] for node in captured.inputs if node in split], results
+    given = [tape.inputs[node] for node in captured.inputs if node in split]
+    return tape, given, cut(tape, given, results)
+
+
+def _is_made_again(setting: Setting) -> Callable[[str], bool]:
+    """Whether a block, by path, is made again in full."""
+    few = blocks_made_again(setting.recompute)
+    return set(forward_blocks(setting.operators)[:few]).__contains__
 
 
 @dataclass(frozen=True)
@@ -112,24 +142,130 @@ class StageLife:
     copies: int
 
 
-def _lives(
-    setting: Setting, assignment: Assignment, keeping: Mapping[str, Keeping], micro_batches: int
-) -> StageLife:
+def _life(setting: Setting, assignment: Assignment, keeping: Mapping[str, Keeping], micro_batches: int) -> StageLife:
     """The life of a step that is not cut into stages."""
-    tape, given, results = _tape(setting, assignment, keeping, micro_batches)
-    step = programs(tape, assignment.mesh, cut(tape, given, results))
-    found = step.cut
-    kinds = tape.kinds(tape.inputs.values(), None) | tape.kinds(found.ready, None)
-    forward = life(step.forward, kinds | tape.kinds(found.saved, ACTIVATIONS), TRANSIENTS)
-    saved, sums, backward, finish = tape.bytes(found.saved), 0, Moment(), Moment()
+    short = shorten(setting.captured, setting.operators, rows(setting.captured, assignment, _is_made_again(setting)))
+    tape, _, found = _tape(setting, assignment, keeping, micro_batches, short)
+    step = programs(tape, _mesh(assignment, micro_batches), found)
+    forward = life(step.forward, _kinds(tape, found, found.saved), TRANSIENTS)
+    sums, backward, finish = 0, Moment(), Moment()
     if step.backward is not None:
         ends = step.backward.outputs
-        kinds_of_ends = tape.kinds(ends, GRADIENTS) | tape.kinds(found.saved, ACTIVATIONS)
-        backward = life(step.backward, kinds | kinds_of_ends, TRANSIENTS)
+        backward = life(step.backward, _kinds(tape, found, found.saved, ends), TRANSIENTS)
         sums = tape.bytes((*found.forward, *ends)) if micro_batches > 1 else 0
     if step.finish is not None:
-        finish = life(step.finish, kinds | tape.kinds(found.left, None), TRANSIENTS)
-    return StageLife(forward, backward, {}, {}, finish, saved, 0, sums, tape.bytes(found.ready))
+        finish = life(step.finish, _kinds(tape, found) | tape.kinds(found.left, None), TRANSIENTS)
+    return StageLife(forward, backward, {}, {}, finish, tape.bytes(found.saved), 0, sums, tape.bytes(found.ready))
+
+
+def _mesh(assignment: Assignment, micro_batches: int) -> Mesh:
+    """The mesh of a tape's programs."""
+    axes = ((MICRO_BATCH, micro_batches),) if micro_batches > 1 else ()
+    return Mesh((*axes, *assignment.mesh.axes))
+
+
+def _kinds(tape: Tape, found: Cut, saved: Iterable[int] = (), ends: Iterable[int] = ()) -> dict[int, str | None]:
+    """The kinds of storages: what enters and what is there once a step is not counted."""
+    given = tape.kinds(tape.inputs.values(), None)
+    return tape.kinds(ends, GRADIENTS) | tape.kinds(saved, ACTIVATIONS) | tape.kinds(found.ready, None) | given
+
+
+def _of_ranks(
+    setting: Setting,
+    assignment: Assignment,
+    held: Kept,
+    keeping: Mapping[str, Keeping],
+    micro_batches: int,
+    pipeline: Pipeline,
+) -> tuple[dict[str, int], ...]:
+    """The fullest moment of every rank of a pipeline."""
+    lives = _stage_lives(setting, assignment, keeping, micro_batches, pipeline)
+    plan = script(pipeline.schedule, pipeline.pp, len(pipeline.stages), micro_batches)
+    found = []
+    for rank, row in enumerate(plan.rows):
+        stages = [s for s, other in enumerate(plan.ranks) if other == rank]
+        own = tuple(
+            p
+            for p in setting.captured.parameters
+            if homes((p.name, *p.aliases), pipeline.stages).intersection(stages)
+        )
+        part = replace(setting, captured=replace(setting.captured, parameters=own))
+        memory = memory_of(part, assignment, replace(held, saved={}), keeping, micro_batches)
+        stepped = optimizer_moment(part, assignment, memory[GRADIENTS])
+        found.append(_fullest(memory, [stepped, *_row_moments(row, lives, stages)]))
+    return tuple(found)
+
+
+def _stage_lives(
+    setting: Setting,
+    assignment: Assignment,
+    keeping: Mapping[str, Keeping],
+    micro_batches: int,
+    pipeline: Pipeline,
+) -> list[StageLife]:
+    """The life of every stage; those that are alike are looked at once."""
+    captured, operators, again = setting.captured, setting.operators, _is_made_again(setting)
+    like = alike_stages(captured, assignment, again, pipeline.stages)
+    kept = sorted(set(like))
+    stage = {path: s for s, names in enumerate(pipeline.stages) for path in names}
+    skipped = [s for s in range(len(like)) if s not in kept]
+    left_out = rows(captured, assignment, again, lambda path: stage.get(path, 0), skipped)
+    tape, given, found = _tape(setting, assignment, keeping, micro_batches, shorten(captured, operators, left_out))
+    mesh = _mesh(assignment, micro_batches)
+    parts = stage_programs(tape, captured, mesh, found, pipeline.stages, given, kept)
+    lives = {s: _life_of_stage(tape, found, part) for s, part in parts.items()}
+    return [lives[s] for s in like]
+
+
+def _life_of_stage(tape: Tape, found: Cut, part: StagePrograms) -> StageLife:
+    """The life of one stage."""
+    saved, ends = part.saved, part.backward.outputs[: len(part.ends)]
+
+    def alive(program: Program, kept: Iterable[int], ends: Iterable[int]) -> Moment:
+        return life(program, _kinds(tape, found, kept, ends), TRANSIENTS)
+
+    finish = Moment()
+    if part.finish is not None:
+        finish = life(part.finish, _kinds(tape, found) | tape.kinds(found.left, None), TRANSIENTS)
+    return StageLife(
+        alive(part.forward, saved, ()),
+        alive(part.backward, saved, ends),
+        alive(part.input, (*saved, *part.between), ()),
+        alive(part.weight, part.between, part.weight.outputs),
+        finish,
+        tape.bytes(saved),
+        tape.bytes(part.between),
+        tape.bytes(ends),
+        tape.bytes(part.ready),
+    )
+
+
+def _row_moments(row: Sequence[ScheduleStep], lives: Sequence[StageLife], stages: Sequence[int]) -> Iterator[Moment]:
+    """The moments of one rank's row of actions: beside each of them is what its other micro-batches have saved, and
+    what stages have summed up."""
+    copies = sum(lives[s].copies for s in stages)
+    held: dict[tuple[int, int], int] = {}
+    summed: dict[int, int] = {}
+    seen = set[tuple[int, str, int, int]]()
+    total = 0
+    for action in (action for step in row for action in step):
+        own, key = lives[action.stage], (action.stage, action.micro_batch)
+        total -= held.pop(key, 0)
+        sums = sum(summed.values())
+        if (state := (action.stage, action.kind, total, sums)) not in seen:
+            seen.add(state)
+            beside = {ACTIVATIONS: total, GRADIENTS: sums, COPIES: copies}
+            yield _sum({"F": own.forward, "B": own.backward, "I": own.input, "W": own.weight}[action.kind], beside)
+            if action.kind in "BW":  # sums and what is added to them
+                yield {**beside, GRADIENTS: sums + own.sums}
+        left = {"F": own.saved, "I": own.between}.get(action.kind, 0)
+        if left:
+            held[key] = left
+            total += left
+        if action.kind in "BW":
+            summed[action.stage] = own.sums
+    for s in stages:
+        yield _sum(lives[s].finish, {GRADIENTS: sum(summed.values()), COPIES: copies})
 
 
 def _step_moments(own: StageLife, micro_batches: int) -> Iterator[Moment]:

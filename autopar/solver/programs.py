@@ -207,8 +207,9 @@ class _Merger:
         entries = self.tape.entries
         together = self.program.args[member][0]
         (sent,) = self.program.args[together]
-        copied = entries[together].storages != entries[sent].storages
-        return self._add([sent], self.tape.nbytes[entries[together].storages[0]], start, member, whole) if copied else sent
+        if entries[together].storages == entries[sent].storages:
+            return sent
+        return self._add([sent], self.tape.nbytes[entries[together].storages[0]], start, member, whole)
 
     def _add(
         self, args: list[int], nbytes: int, place: tuple[float, ...], like: int, piece: Piece, move: str = ""

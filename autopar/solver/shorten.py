@@ -8,7 +8,7 @@ between them, which stands for all others: what it leaves counts as often, its o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from weakref import WeakKeyDictionary
@@ -27,21 +27,17 @@ _ENDS = 2
 
 @dataclass(frozen=True)
 class Row:
-    """Blocks ``first`` to ``last`` of a class, alike and one after the other."""
+    """Blocks of a class that are left out, and the one before them that stands for them too; None if they are those of
+    whole pipeline stages, for which another stage stands."""
 
     blocks: BlockClass
-    first: int
-    last: int
+    gone: range
+    middle: int | None
 
     @property
-    def middle(self) -> int:
-        """The block that stands for all between the ends."""
-        return self.first + _ENDS
-
-    @property
-    def gone(self) -> range:
-        """The blocks that are left out."""
-        return range(self.middle + 1, self.last - _ENDS + 1)
+    def key(self) -> tuple[str, range, int | None]:
+        """What tells it from other rows of a graph."""
+        return self.blocks.paths[0], self.gone, self.middle
 
 
 @dataclass(frozen=True)
@@ -70,36 +66,74 @@ class Short:
 
 
 def rows(
-    captured: Captured, assignment: Assignment, kind: Callable[[str], Hashable] = lambda block: None
+    captured: Captured,
+    assignment: Assignment,
+    kind: Callable[[str], Hashable] = lambda block: None,
+    stage: Callable[[str], int] = lambda block: 0,
+    skipped: Collection[int] = (),
 ) -> tuple[Row, ...]:
-    """The rows of equal blocks that are worth shortening. Blocks of one row have the same ``kind``, by path."""
+    """The rows of equal blocks that are worth shortening. Blocks of one row have the same ``kind`` and ``stage``, both
+    by path; of ``skipped`` stages all blocks are left out."""
     found = []
-    parameters: dict[str, list[object]] = {}
-    for p in captured.parameters:
-        if (path := block_path(p.name)) is not None:
-            parameters.setdefault(path, []).append((assignment.sources[p.placeholder], p.spec))
+    parameters = _parameters(captured, assignment)
     for blocks in captured.blocks:
 
-        def decisions(i: int, blocks: BlockClass = blocks) -> tuple[object, ...]:
+        def alike(i: int, blocks: BlockClass = blocks) -> tuple[object, ...]:
+            path = blocks.paths[i]
+            if stage(path) in skipped:
+                return ()
             chosen = tuple([assignment.strategies.get(node) for node in blocks.nodes[i]])
-            return (kind(blocks.paths[i]), chosen, tuple(parameters.get(blocks.paths[i], ())))
+            return (kind(path), stage(path), chosen, tuple(parameters.get(path, ())))
 
-        for _, group in groupby(range(len(blocks.paths)), decisions):
+        for decisions, group in groupby(range(len(blocks.paths)), alike):
             places = list(group)
-            row = Row(blocks, places[0], places[-1])
-            if len(row.gone):
-                found.append(row)
+            gone = range(places[0] + _ENDS + 1, places[-1] - _ENDS + 1)
+            if not decisions:
+                found.append(Row(blocks, range(places[0], places[-1] + 1), None))
+            elif len(gone):
+                found.append(Row(blocks, gone, gone[0] - 1))
     return tuple(found)
 
 
+def _parameters(captured: Captured, assignment: Assignment) -> dict[str, list[object]]:
+    """How the parameters of every block rest, by its path."""
+    found: dict[str, list[object]] = {}
+    for p in captured.parameters:
+        if (path := block_path(p.name)) is not None:
+            found.setdefault(path, []).append((assignment.sources[p.placeholder], p.spec))
+    return found
+
+
+def alike_stages(
+    captured: Captured, assignment: Assignment, kind: Callable[[str], Hashable], stages: Sequence[Sequence[str]]
+) -> list[int]:
+    """For every pipeline stage the first one that is like it: of as many blocks of one class, with the same decisions
+    and ``kind``, and nothing else; itself where there is none before it."""
+    place = {path: (c, i) for c, blocks in enumerate(captured.blocks) for i, path in enumerate(blocks.paths)}
+    parameters = _parameters(captured, assignment)
+    numbers: dict[object, int] = {}
+
+    def decisions(path: str) -> int:
+        c, i = place[path]
+        chosen = tuple([assignment.strategies.get(node) for node in captured.blocks[c].nodes[i]])
+        return numbers.setdefault((c, kind(path), chosen, tuple(parameters.get(path, ()))), len(numbers))
+
+    first: dict[tuple[int, ...], int] = {}
+    found = []
+    for s, names in enumerate(stages):
+        inner = 0 < s < len(stages) - 1 and all(name in place for name in names)
+        found.append(first.setdefault(tuple(map(decisions, names)), s) if inner else s)
+    return found
+
+
 #: What `shorten` has found already: most assignments of a search have the same rows.
-_KNOWN: WeakKeyDictionary[Operators, dict[tuple[tuple[str, int, int], ...], Short]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Operators, dict[tuple[tuple[str, range, int | None], ...], Short]] = WeakKeyDictionary()
 
 
 def shorten(captured: Captured, operators: Operators, found: tuple[Row, ...]) -> Short:
     """The graph without what the ``found`` rows leave out."""
     known = _KNOWN.setdefault(operators, {})
-    key = tuple((row.blocks.paths[0], row.first, row.last) for row in found)
+    key = tuple(row.key for row in found)
     if key not in known:
         known[key] = _Shortener(captured, operators, found).short()
     return known[key]
@@ -112,10 +146,10 @@ class _Shortener:
         self.captured, self.operators, self.rows = captured, operators, found
         self.stands: dict[fx.Node, fx.Node] = {}
         for row in found:
+            before, after = row.gone[0] - 1, row.gone[-1] + 1
             for i in row.gone:
                 for k, node in enumerate(row.blocks.nodes[i]):
-                    end = row.last - _ENDS + 1 if node.meta["backward"] else row.middle
-                    self.stands[node] = row.blocks.nodes[end][k]
+                    self.stands[node] = row.blocks.nodes[after if node.meta["backward"] else before][k]
         self.gone = {row.blocks.paths[i] for row in found for i in row.gone}
 
     def short(self) -> Short:
@@ -124,6 +158,8 @@ class _Shortener:
         parameters = tuple(p for p in self.captured.parameters if block_path(p.name) not in self.gone)
         times, by_name = dict[fx.Node, int](), dict[str, int]()
         for row in self.rows:
+            if row.middle is None:
+                continue
             times.update(dict.fromkeys(row.blocks.nodes[row.middle], len(row.gone) + 1))
             path = row.blocks.paths[row.middle]
             by_name.update({p.name: len(row.gone) + 1 for p in parameters if block_path(p.name) == path})

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autopar.capture.graph import Captured, Parameter
+from autopar.capture.graph import Parameter
 from autopar.sharding.assignment import AliasKey, Assignment, Router, Transfer, direction, result_layouts
 from autopar.sharding.buckets import Piece, Pieces
 from autopar.sharding.layout import MICRO_BATCH, Layout
@@ -26,12 +26,14 @@ from autopar.solver.templates import Line, Template, Templates
 
 @dataclass(slots=True)
 class Entry:
-    """One node: the entries that it reads and the storages of its results. ``owner`` is the node that it was emitted
-    for, ``times`` for how many blocks it stands (`solver.shorten`). ``again`` if the backward makes it again, ``key`` is
-    what a redistribution has in common with an equal one.
-    ``piece`` is that of a collective which may share a bucket, ``move`` the kind of the one that starts here; ``sums``
-    says that it stands for a sum over micro-batches, ``parameter`` names the parameter that it is a copy of, and
-    ``once`` that the copy is kept for the step. ``call`` is False for placeholders."""
+    """One node: the entries that it reads and the storages of its results.
+
+    ``owner`` is the node that it was emitted for, ``times`` for how many blocks it stands (`solver.shorten`). ``again``
+    if the backward makes it again, ``key`` is what a redistribution has in common with an equal one. ``piece`` is that
+    of a collective which may share a bucket, ``move`` the kind of the one that starts here; ``sums`` says that it
+    stands for a sum over micro-batches, ``parameter`` names the parameter that it is a copy of, and ``once`` that the
+    copy is kept for the step. ``view`` if it looks at what it reads; ``call`` is False for
+    placeholders."""
 
     args: tuple[int, ...]
     storages: tuple[int, ...]
@@ -44,6 +46,7 @@ class Entry:
     move: str = ""
     sums: bool = False
     reshape: bool = False
+    view: bool = False
     parameter: str | None = None
     once: bool = False
     call: bool = True
@@ -226,6 +229,7 @@ class _Writer:
                 piece,
                 line.move,
                 reshape=line.reshape,
+                view=line.view,
                 parameter=parameter,
             )
             places.append(self.tape.append(entry))
