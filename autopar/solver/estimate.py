@@ -101,7 +101,8 @@ class _Work:
 @dataclass(frozen=True)
 class _Bytes:
     """Bytes by rank of parameters as in `profile.State`, the most that a unit has of those that are ``used``, and what
-    the ``first`` and the ``last`` unit of a stage have, the most of all stages."""
+    the ``first`` and the ``last`` unit of a stage have, the most of all stages; ``units`` is the number that the rank
+    with most has, each of which has its own collectives."""
 
     rest: Floats
     gradients: Floats
@@ -110,6 +111,7 @@ class _Bytes:
     largest: float
     first: float
     last: float
+    units: int
 
 
 class Estimator:
@@ -188,7 +190,8 @@ class Estimator:
         gradients, used, reduced = (self._by_rank(shape, x) for x in (state.gradients, state.used, state.reduced))
         begin = self.cuts(shape[0], shape[1], shape[2] * shape[4])
         first, last = state.used[begin].max(), state.used[[*(begin[1:] - 1), -1]].max()
-        return _Bytes(rest, gradients, used, reduced, float(state.used.max()), float(first), float(last))
+        count = int(self._by_rank(shape, np.ones_like(state.used)).max())
+        return _Bytes(rest, gradients, used, reduced, float(state.used.max()), float(first), float(last), count)
 
     def _saved(self, shape: _Shape, samples: int, mode: str) -> tuple[Floats, float]:
         """Bytes by rank that a micro-batch saves, and what a block that is made again holds meanwhile."""
@@ -237,8 +240,8 @@ class Estimator:
         forward, backward = (work.forward, work.backward) if c.micro_batches == 1 else (0.0, 0.0)
         if not c.zero:
             return self._beside(self._collective("all_reduce", d.tp, ranks, reduced), backward)
-        gather = self._collective("all_gather", d.tp, shard, used)
-        scatter = self._collective("reduce_scatter", d.tp, shard, reduced)
+        gather = own.units * self._collective("all_gather", d.tp, shard, used / own.units)
+        scatter = own.units * self._collective("reduce_scatter", d.tp, shard, reduced / own.units)
         across = self._collective("all_reduce", d.tp * shard, ranks // shard, reduced / shard)
         # nothing is beside the first gathers of a direction and the last reductions
         leads = [self._collective("all_gather", d.tp, shard, n) for n in (own.first, own.last)]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
 from autopar.hints import Hints
+from autopar.report.progress import Progress
 from autopar.sharding.axes import STATE_AXES, make_mesh
 from autopar.sharding.layout import Mesh
 from autopar.sharding.recompute import forward_blocks, kept, made_again
@@ -111,8 +112,8 @@ class Found:
 class Estimates:
     """The estimates of all candidates."""
 
-    def __init__(self, frame: Frame) -> None:
-        self.frame = frame
+    def __init__(self, frame: Frame, line: Progress) -> None:
+        self.frame, self.line = frame, line
         self.replica = functools.cache(self._replica)
         self._asked: list[tuple[int, int]] = []
         self.estimator = Estimator(frame.cluster, frame.limits.batch, self.replica)
@@ -127,6 +128,7 @@ class Estimates:
 
     def _replica(self, cp: int, tp: int) -> Replica:
         self._asked.append((cp, tp))
+        self.line.say(f"solving a replica of cp={cp}, tp={tp}")
         batch = self.frame.limits.batch
         most = batch // min(d.dp for d in self.degrees[cp, tp])
         samples = max(n for n in (*MICRO_BATCH_SIZES, max(most, 1)) if batch % n == 0)
@@ -200,8 +202,8 @@ def mesh_of(c: Candidate) -> Mesh:
 class Solver:
     """Solves candidates in the order in which they are worth it, for at most ``seconds`` once there is a plan."""
 
-    def __init__(self, frame: Frame, estimates: Estimates, seconds: float | None) -> None:
-        self.frame, self.estimates = frame, estimates
+    def __init__(self, frame: Frame, estimates: Estimates, seconds: float | None, line: Progress) -> None:
+        self.frame, self.estimates, self.line = frame, estimates, line
         self.deadline = math.inf if seconds is None else time.monotonic() + seconds
         self.found: list[Found] = []
         self.tried: set[tuple[Candidate, str]] = set()
@@ -255,6 +257,8 @@ class Solver:
         """Solve a candidate and keep it if it fits. The bytes that it lacks, 0 if it fits, inf if it is impossible."""
         self.tried.add((e.candidate, e.recompute))
         frame, c = self.frame, e.candidate
+        axes = ", ".join(f"{axis}={n}" for axis, n in c.degrees.table().items() if n > 1)
+        self.line.say(f"solving {axes or 'one rank'}, zero={c.zero}, {c.micro_batches} micro-batches")
         task = task_of(frame, self.estimates, e)
         limit, short = frame.budget, 0.0
         while (solved := task.solve(mesh_of(c), pins_of(frame, c), limit)) is not None:

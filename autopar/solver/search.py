@@ -16,6 +16,7 @@ from autopar.garbage import collecting_later
 from autopar.hints import Hints, check_hints, check_recompute
 from autopar.plan import Alternative, ParameterPlan, Plan
 from autopar.report.describe import describe_layers, describe_replicated
+from autopar.report.progress import Progress, progress
 from autopar.report.units import bytes_text
 from autopar.sharding.axes import data_degree, state_axes, zero_group_size
 from autopar.sharding.layout import Layout
@@ -60,7 +61,8 @@ def search(
     """The fastest plan that fits, of graphs that are ``compiled`` or run operator by operator. After ``seconds`` the
     best so far is taken. Raises HintError and InfeasibleError."""
     frame = make_frame(captured, cluster, workload, hints, compiled)
-    return _Search(model, frame, workload, seconds).plan()
+    with progress() as line:
+        return _Search(model, frame, workload, seconds, line).plan()
 
 
 def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: Hints, compiled: bool) -> Frame:
@@ -81,10 +83,12 @@ def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: 
 class _Search:
     """One search: candidates by their estimates, solved until the best is known."""
 
-    def __init__(self, model: nn.Module, frame: Frame, workload: Workload, seconds: float | None) -> None:
-        self.model, self.frame, self.workload = model, frame, workload
-        self.estimates = Estimates(frame)
-        self.solver = Solver(frame, self.estimates, seconds)
+    def __init__(
+        self, model: nn.Module, frame: Frame, workload: Workload, seconds: float | None, line: Progress
+    ) -> None:
+        self.model, self.frame, self.workload, self.line = model, frame, workload, line
+        self.estimates = Estimates(frame, line)
+        self.solver = Solver(frame, self.estimates, seconds, line)
 
     def plan(self) -> Plan:
         """The plan; see `search`."""
@@ -162,7 +166,7 @@ class _Search:
         free = None
         if self.frame.hints.to_dict().keys() - {"memory_limit"}:
             frame = replace(self.frame, hints=Hints(), pins=hint_pins(self.frame.setting.captured, Hints()))
-            free = least_memory(frame, Estimates(frame))
+            free = least_memory(frame, Estimates(frame, self.line))
         raise _no_plan(self.frame, least, free)
 
 

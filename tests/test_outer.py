@@ -1,0 +1,186 @@
+"""The outer search: cuts, candidates, closed forms and bounds against what can be enumerated or simulated."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from dist import small_models as models
+
+import autopar
+from autopar import Cluster, Hints, Workload
+from autopar.cost_model.bubble import script, simulate
+from autopar.report.progress import progress
+from autopar.schedule import SCHEDULES, runs, stage_ranks
+from autopar.solver.candidates import Limits, all_degrees, candidates
+from autopar.solver.cuts import Units, best_cuts, even_cuts
+from autopar.solver.estimate import bubble, by_rank, in_flight, least_share
+from autopar.solver.outer import Estimates, Solver
+from autopar.solver.search import make_frame
+from autopar.specialize import capture_batch
+
+# ---- cuts ----
+
+
+def every_cut(n: int, count: int) -> list[tuple[int, ...]]:
+    return [(0, *rest) for rest in itertools.combinations(range(1, n), count - 1)]
+
+
+def loads(values: np.ndarray, cut: tuple[int, ...], ranks: tuple[int, ...]) -> np.ndarray:
+    return np.bincount(ranks, np.add.reduceat(values, cut), max(ranks) + 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_even_cuts_are_about_the_best(seed: int) -> None:
+    """Of all cuts of ten random units none has a costliest stage that costs a percent less."""
+    seconds = np.random.default_rng(seed).uniform(0.1, 3.0, size=10)
+    for count in (1, 2, 3, 5, 10):
+        best = min(np.add.reduceat(seconds, cut).max() for cut in every_cut(10, count))
+        assert np.add.reduceat(seconds, even_cuts(seconds, count)).max() <= best * 1.01
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_best_cuts_are_the_best_that_fit(seed: int, schedule: str) -> None:
+    """Of all cuts of nine random units into four stages the one found has the least work of the busiest rank, with and
+    without a budget that rules some of them out; and where nothing fits, bytes do not count."""
+    draw = np.random.default_rng(seed)
+    units = Units(*(draw.uniform(0.1, 3.0, size=9) for _ in range(3)))
+    pp = 4 if schedule == "1f1b" else 2
+    ranks, held = stage_ranks(schedule, pp, 4), in_flight(schedule, pp, 4 // pp, 8)
+
+    def kept(cut: tuple[int, ...]) -> float:
+        return float((loads(units.rest, cut, ranks) + held * loads(units.saves, cut, ranks)).max())
+
+    every = every_cut(9, 4)
+    budget = float(np.quantile([kept(cut) for cut in every], 0.2))
+    for limit in (budget, float("inf"), 0.01):
+        found = tuple(best_cuts(units, ranks, held, limit))
+        fitting = [cut for cut in every if kept(cut) <= limit * (1 - 1e-3)] or every  # CP-SAT counts whole numbers
+        least = min(loads(units.seconds, cut, ranks).max() for cut in fitting)
+        assert loads(units.seconds, found, ranks).max() <= least * (1 + 1e-4)
+        if limit == budget:
+            assert kept(found) <= limit * (1 + 1e-4)
+
+
+# ---- closed forms ----
+
+
+@pytest.mark.parametrize(("schedule", "pp", "chunks", "count"), [
+    ("gpipe", 4, 1, 8), ("1f1b", 4, 1, 8), ("interleaved", 4, 2, 8), ("interleaved-zb", 4, 2, 8),
+])  # fmt: skip
+def test_closed_forms_are_what_schedules_give(schedule: str, pp: int, chunks: int, count: int) -> None:
+    """Equal stages, F = I = W = 1: the bubble, the activations held, and the least share, by simulation."""
+    one = np.full(pp, float(chunks))
+    steps = script(schedule, pp, pp * chunks, count, True)
+    took = simulate(steps, steps.stages, lambda stage, kind: {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}[kind])
+    assert bubble(schedule, chunks, one, one, one) == pytest.approx(took.makespan - 3 * chunks * count, abs=1.01)
+    held = in_flight(schedule, pp, chunks, count)
+    assert held == pytest.approx(np.array(took.in_flight) / chunks, abs=1.01)
+    assert least_share(schedule, pp, chunks, count) * 3 * chunks * count <= took.makespan * (1 + 1e-9)
+
+
+def test_stages_of_ranks() -> None:
+    """Sums by rank follow each schedule's own places of stages."""
+    values = np.array([1.0, 10.0, 100.0, 1000.0])
+    assert by_rank("interleaved", 2, values).tolist() == [101.0, 1010.0]
+    assert by_rank("zbv", 2, values).tolist() == [1001.0, 110.0]
+    assert by_rank(None, 1, values[:1]).tolist() == [1.0]
+
+
+# ---- candidates ----
+
+
+def test_candidates_are_all_that_can_run() -> None:
+    """All ranks are used, the batch divides, schedules can run their micro-batches; every factorisation is there."""
+    cluster, limits = Cluster.parse("h100-sxm:2x8"), Limits(batch=32, sequence=4096, units=12, parts=True)
+    degrees = list(all_degrees(cluster, Hints(), limits))
+    tables = {tuple(d.table().values()) for d in degrees}
+    powers = [1, 2, 4, 8, 16]
+    expected = {t for t in itertools.product(powers, repeat=4) if np.prod(t) == 16 and t[0] <= 12}
+    assert tables == expected and len(degrees) == len(expected)
+    for d in degrees:
+        for c in candidates(d, cluster, Hints(), limits):
+            assert 32 % (d.dp * c.micro_batches) == 0
+            assert (c.schedule is None) == (d.pp == 1)
+            assert c.schedule is None or runs(c.schedule, d.pp, d.pp * c.chunks, c.micro_batches)
+            assert c.group is None or (c.zero and d.dp % c.group == 0 and c.group < d.dp)
+
+
+def test_candidates_keep_hints() -> None:
+    """Hinted degrees, schedule, ZeRO and micro-batch size are all that is left."""
+    cluster, limits = Cluster.parse("h100-sxm:2x8"), Limits(batch=32, sequence=4096, units=12, parts=True)
+    hints = Hints(pp=4, tp=2, schedule="interleaved", zero=1, micro_batch_size=2)
+    found = [c for d in all_degrees(cluster, hints, limits) for c in candidates(d, cluster, hints, limits)]
+    assert {(c.degrees.pp, c.degrees.tp, c.schedule, c.zero) for c in found} == {(4, 2, "interleaved", 1)}
+    assert all(32 // (c.degrees.dp * c.micro_batches) == 2 for c in found)
+    whole = replace(limits, parts=False)
+    free = [c for d in all_degrees(cluster, Hints(), whole) for c in candidates(d, cluster, Hints(), whole)]
+    assert {(c.degrees.pp, c.micro_batches) for c in free} == {(1, 1)}
+
+
+# ---- models whose batch cannot be cut ----
+
+
+def parts_of(model: torch.nn.Module, batch: object) -> bool:
+    args, kwargs = ((), batch) if isinstance(batch, dict) else ((batch,), {})
+    captured = capture_batch(model, args, kwargs)
+    frame = make_frame(captured, Cluster.parse("cpu:2"), Workload(global_batch=4), Hints(), False)
+    return frame.limits.parts
+
+
+def test_what_can_run_in_parts() -> None:
+    """A language model can; not one that returns no loss, nor CLIP, whose samples are compared with one another."""
+    assert parts_of(models.llama(), models.tokens())
+    assert not parts_of(models.mlp(), torch.randn(4, 16))
+    clip = next(a for a in zoo.VISION if a.name == "clip")
+    assert not parts_of(*clip.make())
+
+
+# ---- bounds and answers ----
+
+
+def test_bounds_hold_and_estimates_are_near() -> None:
+    """Everything solved for a small Llama on eight H100 takes at least its bound, and about what was estimated."""
+    config = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8,
+              "num_hidden_layers": 4, "vocab_size": 32000, "tie_word_embeddings": False}  # fmt: skip
+    with torch.device("meta"):
+        model = models.llama(**config).to(torch.bfloat16)
+    ids = torch.zeros(16, 2048, dtype=torch.int64, device="meta")
+    captured = capture_batch(model, (), {"input_ids": ids, "labels": ids})
+    workload = Workload(global_batch=16, seq_len=2048)
+    frame = make_frame(captured, Cluster.parse("h100-sxm:8"), workload, Hints(), True)
+    with progress() as line:
+        estimates = Estimates(frame, line)
+        solver = Solver(frame, estimates, None, line)
+        every = estimates.all(preferred=True)
+        solver.run(every)
+    assert len({e.candidate.degrees for e in every}) >= 5 and len(solver.found) >= 8
+    ratios = []
+    for found in solver.found:
+        assert found.solved.step_time >= found.estimate.bound * (1 - 1e-9)
+        ratios.append(found.estimate.seconds / found.solved.step_time)
+    assert 0.7 < np.median(ratios) < 1.2
+    assert solver.best().solved.step_time <= min(f.solved.step_time for f in solver.found) * 1.03
+
+
+def test_a_budget_of_seconds_still_gives_a_plan() -> None:
+    """With no time at all the first plan that fits is taken, and its gap is not smaller than the free search's."""
+    free = autopar.plan(models.llama(), "cpu:4", example_inputs=models.tokens())
+    hasty = autopar.plan(models.llama(), "cpu:4", example_inputs=models.tokens(), search_seconds=1e-6)
+    assert hasty.step_time >= free.step_time * (1 - 1e-9) and hasty.gap >= free.gap - 1e-9
+    assert free.gap >= 0 and free.gap_space == hasty.gap_space
+
+
+def test_alternatives_say_why_they_lost() -> None:
+    """The runners-up are slower, or do not fit, and differ from the plan."""
+    plan = autopar.plan(models.llama(), "cpu:4", example_inputs=models.tokens())
+    assert len(plan.alternatives) >= 3
+    for a in plan.alternatives:
+        assert a.step_time >= plan.step_time * (1 - 0.03) or "fits" in a.reason
+        assert set(a.degrees) == {"pp", "dp", "cp", "tp"} and a.reason
+    assert len(set(SCHEDULES)) == 6
