@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self, cast, get_args, get_origin, get_type_hints
 
 from autopar.cluster import Cluster
-from autopar.cost_model.step import Timing
+from autopar.cost_model.step import Timing, is_whole
 from autopar.errors import AutoparError, HintError, PlanError
 from autopar.hints import DEGREES, ZERO_STAGES, Hints, check_recompute, nearest_names
 from autopar.replan import with_hints
@@ -404,6 +404,9 @@ def _check(plan: Plan) -> None:
         for field, values in (("copy", COPIES), ("gradient", REDUCED)):
             if (value := getattr(parameter, field)) not in values:
                 raise _bad(f"plan.parameters.{name}.{field}", f"one of {', '.join(values)}", value)
+    stages = len(plan.stages) if plan.schedule is not None else 1
+    if plan.timing is not None and not is_whole(plan.timing, stages, plan.degrees["pp"]):
+        raise _bad("plan.timing", f"programs of {stages} stages, of tasks that wait for tasks before them", plan.timing)
     for decision in plan.decisions:
         if not (0 <= decision.chosen < len(decision.options) and RANGES.fullmatch(decision.blocks)):
             raise _bad(f"plan.decisions of {decision.name}", "one of its options chosen, and ranges of blocks", decision)

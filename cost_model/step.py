@@ -73,6 +73,27 @@ def tasks_of(program: Program) -> list[Task]:
     return list(itertools.chain.from_iterable(part.tasks * part.count for part in program))
 
 
+def is_whole(timing: Timing, stages: int, pp: int) -> bool:
+    """Whether a timing can be that of ``stages`` stages on ``pp`` ranks: as many entries of everything, places that
+    there are, and tasks that wait for tasks before them."""
+    places, by_stage = range(len(timing.programs)), (timing.up, timing.down, *timing.actions.values())
+    if not {BEGIN, "F", END} <= timing.actions.keys() or any(len(entries) != stages for entries in by_stage):
+        return False
+    if len(timing.shared) != pp or len(timing.optimizer) != pp or not 0 <= timing.overlap_rate <= 1:
+        return False
+    if any(place not in places for found in timing.actions.values() for place in found):
+        return False
+    numbers = itertools.chain(timing.up, timing.down, timing.shared, timing.optimizer)
+    return all(n >= 0 for n in numbers) and all(_can_run(program) for program in timing.programs)
+
+
+def _can_run(program: Program) -> bool:
+    if any(part.count < 1 for part in program):
+        return False
+    tasks = enumerate(tasks_of(program))
+    return all(task.seconds >= 0 and all(0 < back <= i for back in task.after) for i, task in tasks)
+
+
 def simulate_step(timing: Timing, steps: Script) -> Simulated:
     """Simulate a step whose actions are ``steps``."""
     return _Step(timing, steps).simulate()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plan_samples import sample_plan
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
@@ -21,6 +23,7 @@ from autopar.cost_model.step import BEGIN, END, PARTS, Repeated, Timing, simulat
 from autopar.errors import PlanError
 from autopar.passes.collectives import KINDS, axis_of, group_argument
 from autopar.passes.phases import Phase
+from autopar.report.timeline import timeline
 from autopar.schedule import SIMULATED_SCHEDULES, Action, global_order
 from autopar.specialize import specialize_step
 
@@ -254,6 +257,28 @@ def test_what_is_simulated_is_what_the_plan_says() -> None:
     assert again == plan and again.timing is not None
     found = simulate_step(again.timing, script(None, 1, 1, 2))
     assert found.seconds == pytest.approx(plan.step_time)
+
+
+def test_a_timing_that_cannot_be_is_refused() -> None:
+    """Places that there are not, too few stages, tasks that wait for nothing, and a schedule whose actions it lacks."""
+    parts = timing(1, 1.0, 2.0, gather=0.25)
+    good = sample_plan(timing=parts)
+    assert Plan.from_dict(good.to_dict()) == good
+    late = Repeated(1, (Task(COMPUTE, 1.0, after=(1,)),))
+    for bad in (
+        replace(parts, actions={**parts.actions, "F": (3,)}),
+        replace(parts, actions={**parts.actions, "F": (1, 1)}),
+        replace(parts, optimizer=(0.1, 0.1)),
+        replace(parts, programs=(*parts.programs, (late,))),
+        replace(parts, up=(-1.0,)),
+    ):
+        with pytest.raises(PlanError, match=r"plan\.timing is malformed"):
+            Plan.from_dict(sample_plan(timing=bad).to_dict())
+    with pytest.raises(PlanError, match="does not say what its step consists of"):
+        timeline(sample_plan())
+    less = {kind: places for kind, places in parts.actions.items() if kind != "F"}
+    with pytest.raises(PlanError, match=r"plan\.timing"):
+        Plan.from_dict(sample_plan(timing=replace(parts, actions=less)).to_dict())
 
 
 def test_equal_blocks_are_kept_once() -> None:

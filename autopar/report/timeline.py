@@ -34,6 +34,13 @@ def timeline(plan: Plan) -> dict[str, Any]:
     trained = any(kind in plan.timing.actions for kind in ("B", "I"))
     stages = len(plan.stages) if plan.schedule is not None else 1
     steps = script(plan.schedule, plan.degrees["pp"], stages, plan.num_micro_batches, trained)
+    if missing := {kind for _, kind in steps.kinds} - plan.timing.actions.keys():
+        raise PlanError(
+            "The plan does not say what all actions of its schedule consist of.",
+            expected=f"timing.actions of {plan.schedule}",
+            found=f"none of {', '.join(sorted(missing))}",
+            change="make the plan again",
+        )
     trace = _Trace(plan.timing, steps, simulate_step(plan.timing, steps))
     return {"traceEvents": trace.events(), "displayTimeUnit": "ms"}
 

@@ -191,7 +191,8 @@ def shrink(plan: Plan) -> Plan:
         return plan
     device = Cluster.from_dict(plan.cluster).device
     cluster = Cluster(device, 1, math.prod(degrees.values())).to_dict()
-    return replace(plan, degrees=degrees, zero_group_size=groups, cluster=cluster, stages=_joined(plan, degrees["pp"]))
+    stages = _joined(plan, degrees["pp"])
+    return replace(plan, degrees=degrees, zero_group_size=groups, cluster=cluster, stages=stages, timing=None)
 
 
 def _joined(plan: Plan, pp: int) -> tuple[tuple[str, ...], ...]:
