@@ -23,7 +23,7 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 #: Reductions that take a list of dims.
 _OVER_DIMS = {aten.amax.default, aten.amin.default, aten.sum.dim_IntList, aten.mean.dim}
 #: Operators with one dim as an argument, and where it stands.
-_ALONG_DIM = {aten.gather.default: 1, aten.squeeze.dim: 1, aten.unsqueeze.default: 1}
+_ALONG_DIM: dict[Any, int] = {aten.gather.default: 1, aten.squeeze.dim: 1, aten.unsqueeze.default: 1}
 _OF_ALL = {aten.sum.default, aten.mean.default}
 
 
@@ -52,7 +52,7 @@ class _Rows:
     def run(self) -> None:
         for node in list(self.graph.nodes):
             if self._merges(node):
-                self.apart[node] = node.args[0]
+                (self.apart[node],) = node.all_input_nodes
             elif any(arg in self.apart for arg in node.all_input_nodes):
                 self._rewrite(node)
         self.graph.eliminate_dead_code()
@@ -61,13 +61,14 @@ class _Rows:
         """Whether a node is a view that merges batch and sequence and nothing else."""
         if node.target not in _VIEWS:
             return False
-        source, shape = _shape(node.args[0]), _shape(node)  # type: ignore[arg-type]
+        source, shape = _shape(node.all_input_nodes[0]), _shape(node)
         return source[:2] in self.tokens and shape == (source[0] * source[1], *source[2:])
 
     def _rewrite(self, node: fx.Node) -> None:
         """Let ``node`` read its operands with batch and sequence apart, or if it cannot have them merged again."""
-        if node.target in _OF_ALL and spec_of(node.args[0]) is not None:  # type: ignore[arg-type]
-            node.replace_input_with(node.args[0], self.apart[node.args[0]])  # type: ignore[arg-type,index]
+        if node.target in _OF_ALL:
+            (arg,) = node.all_input_nodes
+            node.replace_input_with(arg, self.apart[arg])
             return
         tokens = {_shape(self.apart[arg])[:2] for arg in node.all_input_nodes if arg in self.apart}
         if len(tokens) == 1 and node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor):
@@ -123,7 +124,8 @@ class _Rows:
 def _row_by_row(node: fx.Node, open_: Callable[[Any], Any]) -> tuple[tuple[Any, ...], bool] | None:
     """The arguments of ``node`` with rows opened into batch and sequence, and whether its result has rows; None for an
     operator that does not treat every row alike."""
-    target, first = node.target, node.args[0] if node.args else None
+    target: Any = node.target
+    first = node.args[0] if node.args else None
     if target in _VIEWS:
         return _viewed(node, open_(first))
     pointwise = target is aten._to_copy.default or torch.Tag.pointwise in getattr(target, "tags", ())

@@ -8,6 +8,7 @@ which shards inside of groups of dp and replicates across them, the mesh has the
 
 from __future__ import annotations
 
+import functools
 import math
 
 from autopar.sharding.layout import JOINT, Layout, Mesh
@@ -29,6 +30,7 @@ STATE_AXES = (DATA_AXIS, CONTEXT_AXIS)
 TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)
 
 
+@functools.cache
 def joint_axes(mesh: Mesh) -> tuple[tuple[str, ...], ...]:
     """The `TOKEN_AXES` that one collective can go over: gradients are sums over all of them, and what ZeRO splits over
     dp and cp is gathered over both."""

@@ -46,9 +46,9 @@ def _with_dim(layout: Layout, dim: int, axes: tuple[str, ...]) -> Layout:
     return Layout((*layout.dims[:dim], axes, *layout.dims[dim + 1 :]), layout.partial)
 
 
-def _moves(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Step]:
+def _moves(layout: Layout, mesh: Mesh, shape: tuple[int, ...], scattered: tuple[str, ...] = ()) -> Iterator[Step]:
     """Every elementary move from ``layout``. Only the innermost axis of a dim can leave it, and an axis can only
-    enter innermost: pieces stay contiguous."""
+    enter innermost: pieces stay contiguous. ``scattered`` is for `_joint_moves`."""
 
     def room(dim: int, axis: str) -> bool:
         return shape[dim] > 0 and shape[dim] % (layout.splits(mesh, dim) * mesh.degree(axis)) == 0
@@ -63,7 +63,7 @@ def _moves(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Step]
                 if room(d, axis):
                     after = _with_dim(reduced, d, (*layout.dims[d], axis))
                     yield Step("reduce_scatter", axis, layout, after, target=d, op=op)
-    yield from _joint_moves(layout, mesh, room)
+    yield from _joint_moves(layout, mesh, room, scattered)
     for d, axes in enumerate(layout.dims):
         if axes:
             gathered = _with_dim(layout, d, axes[:-1])
@@ -82,14 +82,19 @@ def _moves(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Iterator[Step]
                     yield Step("chunk", axis, layout, _with_dim(layout, d, (*layout.dims[d], axis)), target=d)
 
 
-def _joint_moves(layout: Layout, mesh: Mesh, room: Callable[[int, str], bool]) -> Iterator[Step]:
-    """The moves from ``layout`` that take several axes at once, each one collective instead of several."""
+def _joint_moves(
+    layout: Layout, mesh: Mesh, room: Callable[[int, str], bool], scattered: tuple[str, ...]
+) -> Iterator[Step]:
+    """The moves from ``layout`` that take several axes at once, each one collective instead of several. What is to be
+    scattered over an axis is not all-reduced over it and others and cut: for a small tensor that is one start less, but
+    a gradient is in a bucket and starts nothing by itself."""
     owed = dict(layout.partial)
     for axes in joint_axes(mesh):
         joint, ops = JOINT.join(axes), {owed.get(axis) for axis in axes}
         if len(ops) == 1 and (op := ops.pop()) is not None:
             reduced = Layout(layout.dims, tuple(pair for pair in layout.partial if pair[0] not in axes))
-            yield Step("all_reduce", joint, layout, reduced, op=op)
+            if not any(axis in scattered for axis in axes):
+                yield Step("all_reduce", joint, layout, reduced, op=op)
             for d in range(len(layout.dims)) if op == "sum" else ():
                 if room(d, joint):
                     after = _with_dim(reduced, d, (*layout.dims[d], *axes))
@@ -124,9 +129,10 @@ def _charge(step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int) -> fl
 
 @functools.lru_cache(maxsize=100_000)
 def _paths_from(
-    source: Layout, mesh: Mesh, shape: tuple[int, ...], itemsize: int
+    source: Layout, mesh: Mesh, shape: tuple[int, ...], itemsize: int, scattered: tuple[str, ...] = ()
 ) -> dict[Layout, tuple[float, Step | None]]:
-    """Dijkstra from ``source``: for every reachable layout its charge and the last step to it."""
+    """Dijkstra from ``source``: for every reachable layout its charge and the last step to it. Over the axes
+    ``scattered`` partial sums are to end up scattered."""
     best: dict[Layout, tuple[float, Step | None]] = {source: (0.0, None)}
     queue: list[tuple[float, Layout]] = [(0.0, source)]
     done: set[Layout] = set()
@@ -135,7 +141,7 @@ def _paths_from(
         if layout in done:
             continue
         done.add(layout)
-        for step in _moves(layout, mesh, shape):
+        for step in _moves(layout, mesh, shape, scattered):
             total = charge + _charge(step, mesh, shape, itemsize)
             if step.after not in best or total < best[step.after][0]:
                 best[step.after] = (total, step)
@@ -155,7 +161,8 @@ def redistribution(
         return ()
     if MICRO_BATCH in mesh.names:
         return _beside_micro_batches(source, target, mesh, tuple(shape), itemsize)
-    paths = _paths_from(source, mesh, tuple(shape), itemsize)
+    scattered = tuple(axis for axis, _ in source.partial if axis in target.split_axes) if joint_axes(mesh) else ()
+    paths = _paths_from(source, mesh, tuple(shape), itemsize, scattered)
     if target not in paths:
         return None
     steps: list[Step] = []

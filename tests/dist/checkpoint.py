@@ -33,6 +33,8 @@ def plan_named(name: str) -> Hints:
     """The plans that runs are saved and loaded under."""
     world = dist.get_world_size()
     plans = {"both": Hints(tp=2, zero=3), "tp": Hints(tp=world), "dp": Hints(dp=world, zero=3), "ddp": Hints(dp=world)}
+    plans["hybrid"] = Hints(dp=world, zero=3, zero_group_size=2)
+    plans["cp"] = Hints(dp=world // 2, cp=2, zero=3)
     return plans[name]
 
 

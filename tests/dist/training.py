@@ -52,7 +52,8 @@ def check_is_split(model: Any, reference: nn.Module) -> None:
     assert list(mine) == list(theirs)
     for name, p in mine.items():
         assert isinstance(p, nn.Parameter) and isinstance(p.data, DTensor), name
-        assert p.device_mesh.size() == dist.get_world_size() and p.device_mesh.mesh_dim_names == ("dp", "tp")
+        assert p.device_mesh.size() == dist.get_world_size()
+        assert p.device_mesh.mesh_dim_names == model.plan.mesh.names
         own = theirs[name]
         assert (p.shape, p.dtype, p.requires_grad) == (own.shape, own.dtype, own.requires_grad), name
 
