@@ -1,7 +1,8 @@
-"""The peak memory of a plan's training step, by the life of every tensor of the program that it stands for.
+"""The peak memory of a plan's training step, by the life of every tensor of the program that is emitted for it.
 
 What rests between steps (parameters, optimizer state) is the plan's own account. To it come, whichever is most: what is
-alive at some moment of the forward, of the backward, or of the optimizer's step.
+alive at some moment of the forward, of the backward, or of the optimizer's step. Plans say the same of themselves
+without a program (`solver.peaks`); this is what they are checked against.
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ from autopar.cluster import Cluster
 from autopar.cost_model.liveness import TRANSIENTS, life
 from autopar.passes.partition import Program
 from autopar.passes.phases import Phase, Phases
+from autopar.passes.pipeline import Stage
 from autopar.plan import Plan
-from autopar.runtime.program import Emitted
+from autopar.runtime.program import Emitted, StepProgram
 from autopar.sharding.operators import Value
+from autopar.solver.carry import keepings
+from autopar.solver.peaks import ACTIVATIONS, COPIES, GRADIENTS, Moment, StageLife, fullest, of_ranks
+from autopar.solver.pipeline import Pipeline
+from autopar.solver.setting import Setting
 from autopar.specialize import specialize, specialize_step
 from autopar.workload import Workload
-
-#: Bytes that are alive at one moment, by kind.
-Moment = dict[str, int]
-
-ACTIVATIONS, GRADIENTS, COPIES = "activations", "gradients", "copies"
 
 
 def with_peak(
     plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], captured: Captured
 ) -> Plan:
-    """``plan`` with ``peak`` as its program on the batch that was ``captured`` has it. A pipeline's is left alone."""
+    """``plan`` with ``peak`` as its program on the batch that was ``captured`` has it, of its fullest rank."""
     if plan.schedule is not None:
-        return plan
+        ranks = _of_ranks(plan, specialize_step(model, plan, args, kwargs, captured=captured))
+        return replace(plan, peak=max(ranks, key=lambda kinds: sum(kinds.values())))
     moments = [_optimizer_moment(plan, captured)]
     if plan.num_micro_batches > 1:
         step = specialize_step(model, plan, args, kwargs, captured=captured)
@@ -44,10 +46,73 @@ def with_peak(
     else:
         special = specialize(model, plan, args, kwargs, captured=captured)
         moments = [*_of_program(special.loss_only(), _given(special), moments[0])]
-    resting = {kind: n for kind, n in plan.memory.items() if kind not in (ACTIVATIONS, GRADIENTS, COPIES)}
-    most = max(moments, key=lambda moment: sum(moment.values()))
-    kinds = dict.fromkeys((*plan.memory, TRANSIENTS))
-    return replace(plan, peak={kind: resting.get(kind, most.get(kind, 0)) for kind in kinds})
+    return replace(plan, peak=fullest(Cluster.from_dict(plan.cluster).device, plan.memory, moments))
+
+
+def _of_ranks(plan: Plan, step: StepProgram) -> tuple[Moment, ...]:
+    """The fullest moment of every rank of a pipeline."""
+    assert plan.schedule is not None
+    optimizer, cluster = Workload.from_dict(plan.workload).optimizer, Cluster.from_dict(plan.cluster)
+    setting = Setting(step.captured, step.operators, cluster, optimizer, plan.recompute)
+    kept = keepings(step.captured, step.assignment, plan)
+    pipeline = Pipeline(plan.degrees["pp"], plan.schedule, plan.stages)
+    return of_ranks(setting, step.assignment, kept, step.count, pipeline, stage_lives(step))
+
+
+def stage_lives(step: StepProgram) -> list[StageLife]:
+    """The life of every stage of a pipeline, by its emitted graphs."""
+    given = _given(step)
+    values: dict[str, Any] = dict(given)
+    for stage in step.stages:
+        for phase in (stage.prologue, stage.once):
+            _run(phase, values, {}, {})
+    forwards = []
+    for stage in step.stages:
+        saved = _kinds(stage.saved, ACTIVATIONS)
+        forwards.append(_run(stage.forward, values, _kinds(stage.receives, TRANSIENTS) | saved, saved))
+    backwards = [_backward(stage, values, given) for stage in reversed(step.stages)][::-1]
+    return [StageLife(forward, *backward) for forward, backward in zip(forwards, backwards, strict=True)]
+
+
+def _backward(
+    stage: Stage, values: dict[str, Any], given: Collection[str]
+) -> tuple[Moment, Moment, Moment, Moment, int, int, int, int]:
+    """What `StageLife` has after the forward, of a stage whose forward has run, as have the stages behind it."""
+    received, saved = _kinds(stage.receives_back, TRANSIENTS), _kinds(stage.saved, ACTIVATIONS)
+    ends = [name for name in stage.left if name in stage.backward.outputs]
+    once = stage.once.outputs if stage.once else ()
+    left = [name for name in stage.weight.inputs if name not in given and name not in once]
+    sums = _kinds(ends, GRADIENTS)
+    return (
+        _run(stage.backward, values, received | saved, sums),
+        _run(stage.input, values, received | saved, _kinds(stage.between, ACTIVATIONS)),
+        _run(stage.weight, values, _kinds(left, ACTIVATIONS), sums),
+        _run(stage.finish, values, {}, {}),
+        *(_bytes(values, names) for names in (stage.saved, left, ends, once)),
+    )
+
+
+def _run(
+    phase: Phase | None, values: dict[str, Any], entering: Mapping[str, str], leaving: Mapping[str, str]
+) -> Moment:
+    """The fullest moment of a phase, of whose ``values`` it makes more; kinds are by name. Nothing without a phase."""
+    if phase is None:
+        return {}
+    nodes = phase.module.graph.output_node().args[0]
+    assert isinstance(nodes, tuple)
+    by_node = {n.name: leaving[name] for n, name in zip(nodes, phase.outputs, strict=True) if name in leaving}
+    found = life(phase.module.graph, values, entering, by_node)
+    values.update(zip(phase.outputs, found.outputs, strict=True))
+    return found.peak
+
+
+def _kinds(names: Collection[str], kind: str) -> dict[str, str]:
+    return dict.fromkeys(names, kind)
+
+
+def _bytes(values: Mapping[str, Any], names: Collection[str]) -> int:
+    tensors = [values[name] for name in names if isinstance(values[name], Tensor)]
+    return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _given(emitted: Emitted) -> dict[str, Tensor]:
@@ -118,8 +183,7 @@ class _Step:
     def left(self, *phases: Phase | None) -> int:
         """The bytes of what phases return and the backward does not take."""
         names = [name for phase in phases if phase is not None for name in phase.outputs if name not in self.saved]
-        tensors = [self.values[name] for name in names if isinstance(self.values[name], Tensor)]
-        return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
+        return _bytes(self.values, names)
 
 
 def _of_phases(phases: Phases, given: Mapping[str, Tensor]) -> Iterator[Moment]:

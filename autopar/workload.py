@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from autopar.cost_model.hardware import nearest
-from autopar.cost_model.memory import OPTIMIZER_ELEMENTS
+from autopar.cost_model.memory import check_optimizer
 from autopar.errors import WorkloadError
 
 #: What parameters may be used in, and what gradients may be reduced in; the keys are the texts of a workload.
@@ -29,9 +29,12 @@ class Precision:
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """One training step. ``global_batch`` is in sequences over all ranks, ``seq_len`` in tokens; None takes what the
-    example inputs or the model's config say. ``optimizer`` is one of adamw, sgd, sgd_momentum, adafactor and none (no
-    training state at all). ``pad_to`` are the lengths, in tokens, to which batches of a transformers text model are
-    padded before they run, each to the next: one program a bucket instead of one a length; kept as a sorted tuple.
+    example inputs or the model's config say.
+
+    ``optimizer`` is one of adamw, sgd, sgd_momentum, adafactor, muon, adamw_8bit and none (no training state at all),
+    or the bytes of state that any other keeps for every element of a parameter, such as "6 bytes". ``pad_to`` are the
+    lengths, in tokens, to which batches of a transformers text model are padded before they run, each to the next: one
+    program a bucket instead of one a length; kept as a sorted tuple.
 
     ``param_dtype`` (bfloat16, float16 or float32) is the dtype in which parameters are gathered and used, while they,
     their gradients and the optimizer's state rest in the model's own; ``reduce_dtype`` that in which gradients are
@@ -65,13 +68,7 @@ class Workload:
                     expected="a whole number from 1, or None",
                     change=f"give {name} as a positive int, or leave it out",
                 )
-        if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZER_ELEMENTS:
-            raise WorkloadError(
-                f"There is no optimizer {self.optimizer!r} in the memory model.",
-                expected=f"one of {', '.join(OPTIMIZER_ELEMENTS)}",
-                found=repr(self.optimizer),
-                change=nearest(str(self.optimizer), OPTIMIZER_ELEMENTS),
-            )
+        check_optimizer(self.optimizer)
 
     def _check_buckets(self) -> None:
         """Sort ``pad_to``; WorkloadError unless it is None or some lengths."""

@@ -47,6 +47,7 @@ _KEYS = {
     "cuda_names": _LIST,
     "peak_tflops": _TABLE,
     "memory_gib": _NUMBER,
+    "context_gib": _NUMBER,
     "memory_bandwidth_gbs": _NUMBER,
     "stream_gbs": _NUMBER,
     "matmul_efficiency": _NUMBER,
@@ -74,14 +75,15 @@ _KEYS = {
 #: on average over A100, H100, MI210 and MI250 (Lee et al., arXiv:2507.03114, 2025).
 OVERLAP_RATE = 1 / 1.189
 _OPTIONAL = {
-    "notes", "sources", "cuda_names", "overlap_rate", "scale_up_spans_hosts", "scale_up_mesh", "links", "attention",
+    "notes", "sources", "cuda_names", "context_gib", "overlap_rate", "scale_up_spans_hosts", "scale_up_mesh", "links",
+    "attention",
 }
 _LINK_KEYS = {"efficiency": _NUMBER, "base_us": _NUMBER, "step_us": _NUMBER, "fill_us": _NUMBER, "source": _TEXT}
 _ATTENTION_KEYS = {"forward": _TABLE, "backward": _TABLE, "forward_half": _NUMBER, "backward_half": _NUMBER,
                    "causal": _NUMBER, "causal_half": _NUMBER, "source": _TEXT}
 _MAY_BE_ZERO = {
     "matmul_ramp_us", "tile_loss", "tile_overhead_k", "kernel_overhead_us", "launch_overhead_us", "base_us", "step_us",
-    "fill_us", "overlap_rate", "forward_half", "backward_half", "causal_half",
+    "fill_us", "overlap_rate", "context_gib", "forward_half", "backward_half", "causal_half",
 }
 
 
@@ -145,13 +147,15 @@ class Device:
     product takes to fill and drain the ``core_count`` cores; ``tile_loss`` and ``tile_overhead_k`` are the constants a
     and k of `autopar.cost_model.compute`. ``kernel_overhead`` are the device's seconds and ``launch_overhead`` the
     host's for every kernel. ``overlap_rate`` is the fraction of its speed (0 to 1) that compute keeps while a
-    collective runs beside it.
+    collective runs beside it. ``context_bytes`` are those of ``memory_bytes`` that tensors never have: the device's
+    context, its libraries' workspaces and the buffers of collectives.
     """
 
     spec: Mapping[str, Any] = field(repr=False, hash=False)
     name: str
     peak_flops: Mapping[str, float] = field(compare=False)
     memory_bytes: int = field(compare=False)
+    context_bytes: int = field(compare=False)
     memory_bandwidth: float = field(compare=False)
     stream_efficiency: float = field(compare=False)
     matmul_efficiency: float = field(compare=False)
@@ -224,7 +228,8 @@ def device_from_spec(spec: Mapping[str, Any], where: str = "device") -> Device:
     bandwidth = spec["memory_bandwidth_gbs"] * 1e9
     return Device(
         spec={**spec, "links": links, "attention": attention}, name=spec["name"], peak_flops=peaks,
-        memory_bytes=round(spec["memory_gib"] * 2**30), memory_bandwidth=bandwidth,
+        memory_bytes=round(spec["memory_gib"] * 2**30),
+        context_bytes=round(spec.get("context_gib", 0.0) * 2**30), memory_bandwidth=bandwidth,
         stream_efficiency=spec["stream_gbs"] * 1e9 / bandwidth,
         matmul_efficiency=spec["matmul_efficiency"], sustained=spec["sustained"],
         matmul_ramp=spec["matmul_ramp_us"] * 1e-6, core_count=spec["core_count"],

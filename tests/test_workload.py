@@ -45,12 +45,19 @@ def test_buckets_that_are_no_lengths(value: Any) -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "advice"), [
-    ("adam", "did you mean"), ("zzz", "use one of"), (None, "did you mean none?"), ([], "use one of"),
+    ("adam", "did you mean"), ("zzz", "use one of"), (None, "did you mean none or muon?"), ([], "use one of"),
 ])
 def test_an_unknown_optimizer(optimizer: Any, advice: str) -> None:
     with pytest.raises(WorkloadError, match="no optimizer") as error:
         Workload(optimizer=optimizer)
     assert "adamw" in error.value.expected and advice in error.value.change
+
+
+def test_an_optimizer_of_which_only_the_bytes_are_known() -> None:
+    assert Workload.from_dict(Workload(optimizer="6.5 bytes").to_dict()).optimizer == "6.5 bytes"
+    for text in ("bytes", "-6 bytes", "6 Bytes", "6 bytes a parameter"):
+        with pytest.raises(WorkloadError, match="no optimizer"):
+            Workload(optimizer=text)
 
 
 def test_an_unknown_key() -> None:

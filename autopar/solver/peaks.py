@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from autopar.cost_model.bubble import script
+from autopar.cost_model.hardware import Device
 from autopar.cost_model.liveness import TRANSIENTS
+from autopar.cost_model.memory import FRAGMENTATION
 from autopar.garbage import collecting_later
 from autopar.schedule import Step as ScheduleStep
 from autopar.sharding.assignment import Assignment
@@ -36,6 +38,8 @@ from autopar.solver.templates import Templates
 Moment = dict[str, int]
 
 ACTIVATIONS, GRADIENTS, COPIES = "activations", "gradients", "copies"
+#: What no tensor has: the device's context and its libraries' buffers, and gaps between what comes and goes.
+WORKSPACE, SLACK = "workspace", "slack"
 
 #: What operators become under strategies, of every graph that was asked for.
 _TEMPLATES: WeakKeyDictionary[Operators, Templates] = WeakKeyDictionary()
@@ -50,7 +54,8 @@ def peak_of(
     pipeline: Pipeline | None = None,
 ) -> dict[str, int]:
     """Bytes a device by kind at the fullest moment of a step of so many ``micro_batches``, of a pipeline those of the
-    fullest rank: the kinds of `memory_of`, and ``transients``, which live and die within one direction.
+    fullest rank: the kinds of `memory_of`, ``transients``, which live and die within one direction, and on devices that
+    have them ``workspace`` (`Device.context_bytes`) and the allocator's ``slack`` (`cost_model.memory.FRAGMENTATION`).
 
     ``held`` is what the backward of ``assignment`` takes over (`sharding.recompute.kept`), ``keep`` how long copies and
     gradients of parameters live (`setting.keepings`). Raises MicroBatchError where the model mixes samples.
@@ -70,20 +75,26 @@ def peaks_of(
 ) -> tuple[dict[str, int], ...]:
     """`peak_of` of every rank of the pipeline, of one rank without."""
     if pipeline is not None:
-        return _of_ranks(setting, assignment, held, keep, micro_batches, pipeline)
+        lives = _stage_lives(setting, assignment, keep, micro_batches, pipeline)
+        return of_ranks(setting, assignment, keep, micro_batches, pipeline, lives)
     memory = memory_of(setting, assignment, held, keep, micro_batches)
     own = _life(setting, assignment, keep, micro_batches)
     stepped = optimizer_moment(setting, assignment, memory[GRADIENTS])
     if micro_batches == 1:  # copies that are kept from step to step are there while the optimizer runs too
         stepped = _sum(stepped, {COPIES: own.copies})
-    return (_fullest(memory, [stepped, *_step_moments(own, micro_batches)]),)
+    return (fullest(setting.cluster.device, memory, [stepped, *_step_moments(own, micro_batches)]),)
 
 
-def _fullest(memory: Mapping[str, int], moments: Iterable[Moment]) -> dict[str, int]:
-    """What rests, of ``memory``, with the fullest of ``moments``."""
+def fullest(device: Device, memory: Mapping[str, int], moments: Iterable[Moment]) -> dict[str, int]:
+    """What rests, of ``memory``, with the fullest of ``moments``; and on devices with a context of their own what that
+    and the gaps of the allocator take."""
     most = max(moments, key=lambda moment: sum(moment.values()))
     resting = {kind: n for kind, n in memory.items() if kind not in (ACTIVATIONS, GRADIENTS, COPIES)}
-    return {kind: resting.get(kind, most.get(kind, 0)) for kind in dict.fromkeys((*memory, TRANSIENTS))}
+    found = {kind: resting.get(kind, most.get(kind, 0)) for kind in dict.fromkeys((*memory, *most, TRANSIENTS))}
+    if device.context_bytes:
+        found[WORKSPACE] = device.context_bytes
+        found[SLACK] = int(FRAGMENTATION * (found.get(ACTIVATIONS, 0) + found[TRANSIENTS]))
+    return found
 
 
 def optimizer_moment(setting: Setting, assignment: Assignment, gradients: int) -> Moment:
@@ -170,16 +181,15 @@ def _kinds(tape: Tape, found: Cut, saved: Iterable[int] = (), ends: Iterable[int
     return tape.kinds(ends, GRADIENTS) | tape.kinds(saved, ACTIVATIONS) | tape.kinds(found.ready, None) | given
 
 
-def _of_ranks(
+def of_ranks(
     setting: Setting,
     assignment: Assignment,
-    held: Kept,
     keeping: Mapping[str, Keeping],
     micro_batches: int,
     pipeline: Pipeline,
+    lives: Sequence[StageLife],
 ) -> tuple[dict[str, int], ...]:
-    """The fullest moment of every rank of a pipeline."""
-    lives = _stage_lives(setting, assignment, keeping, micro_batches, pipeline)
+    """The fullest moment of every rank of a pipeline, of the ``lives`` of its stages."""
     plan = script(pipeline.schedule, pipeline.pp, len(pipeline.stages), micro_batches)
     found = []
     for rank, row in enumerate(plan.rows):
@@ -190,9 +200,9 @@ def _of_ranks(
             if homes((p.name, *p.aliases), pipeline.stages).intersection(stages)
         )
         part = replace(setting, captured=replace(setting.captured, parameters=own))
-        memory = memory_of(part, assignment, replace(held, saved={}), keeping, micro_batches)
+        memory = memory_of(part, assignment, Kept(), keeping, micro_batches)
         stepped = optimizer_moment(part, assignment, memory[GRADIENTS])
-        found.append(_fullest(memory, [stepped, *_row_moments(row, lives, stages)]))
+        found.append(fullest(setting.cluster.device, memory, [stepped, *row_moments(row, lives, stages)]))
     return tuple(found)
 
 
@@ -240,7 +250,7 @@ def _life_of_stage(tape: Tape, found: Cut, part: StagePrograms) -> StageLife:
     )
 
 
-def _row_moments(row: Sequence[ScheduleStep], lives: Sequence[StageLife], stages: Sequence[int]) -> Iterator[Moment]:
+def row_moments(row: Sequence[ScheduleStep], lives: Sequence[StageLife], stages: Sequence[int]) -> Iterator[Moment]:
     """The moments of one rank's row of actions: beside each of them is what its other micro-batches have saved, and
     what stages have summed up."""
     copies = sum(lives[s].copies for s in stages)
