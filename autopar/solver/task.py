@@ -9,7 +9,7 @@ import numpy as np
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Mesh
 from autopar.solver.pipeline import Pipeline
-from autopar.solver.program import Solution, solve
+from autopar.solver.program import solve
 from autopar.solver.setting import Setting
 from autopar.solver.space import Pins
 from autopar.solver.spmd import Solved, account, make_program
@@ -25,21 +25,21 @@ class Task:
     def solve(self, mesh: Mesh, pins: Pins, budget: float) -> Solved | None:
         """The fastest assignment on ``mesh`` that keeps at most ``budget`` bytes a device, or None.
 
-        The program counts a saved view as the solver expects it to be read; where the account of the answer comes out
-        higher, the program's budget is lowered by the difference and it is solved again.
+        The program counts a saved view as the solver expects it to be read, and of a pipeline the whole model; where
+        the account of the answer comes out higher, the answer's own memory less what is too much is what the next one
+        may have.
         """
-        limit = budget
-        if self.pipeline is not None:  # the program counts the whole model, of which a rank has its stages
-            limit = np.inf if np.isinf(budget) else budget * self.pipeline.pp
+        times = 1 if self.pipeline is None else self.pipeline.pp
+        limit = np.inf if np.isinf(budget) else budget * times
         space, program = make_program(self.setting, mesh, pins)
         while True:
             solution = solve(replace(program, budget=limit))
             if solution is None:
                 return None
-            solved = self._account(space.assignment(solution.options), solution, pins)
+            solved = self._account(space.assignment(solution.options), pins)
             if solved.peak_memory <= budget:
                 return solved
-            limit -= solved.peak_memory - budget
+            limit = min(limit, solution.memory) - times * (solved.peak_memory - budget)
 
     def least_memory(self, mesh: Mesh, pins: Pins) -> tuple[float, Solved | None]:
         """Bytes a device for which `solve` finds an assignment on ``mesh``, about the fewest, and that assignment; inf
@@ -52,11 +52,11 @@ class Task:
         solution = solve(program)
         if solution is None:
             return float("inf"), None
-        solved = self._account(space.assignment(solution.options), solution, pins)
+        solved = self._account(space.assignment(solution.options), pins)
         if self.pipeline is not None:
             return solved.peak_memory, solved
         return max(solution.memory, solved.peak_memory), solved
 
-    def _account(self, assignment: Assignment, solution: Solution, pins: Pins) -> Solved:
+    def _account(self, assignment: Assignment, pins: Pins) -> Solved:
         """What an assignment costs, of a whole step on a mesh or of a pipeline of such meshes."""
-        return account(self.setting, assignment, solution, pins.micro_batches, self.pipeline)
+        return account(self.setting, assignment, pins.micro_batches, self.pipeline)
