@@ -279,13 +279,11 @@ def task_of(frame: Frame, estimates: Estimates, e: Estimate) -> Task:
 
 
 def peak(task: Task, solved: Solved, micro_batches: int) -> dict[str, int]:
-    """Bytes by kind at the fullest moment; of a pipeline what its fullest rank keeps."""
-    if task.pipeline is not None:
-        return solved.memory
+    """Bytes by kind at the fullest moment of the fullest rank."""
     setting, assignment = task.setting, solved.assignment
     held = kept(setting.operators, assignment, made_again(setting.operators, setting.recompute))
     keep = keepings(setting.captured, assignment, setting.zero)
-    return peak_of(setting, assignment, held, keep, micro_batches)
+    return peak_of(setting, assignment, held, keep, micro_batches, task.pipeline)
 
 
 def _pipeline(frame: Frame, estimates: Estimates, e: Estimate) -> Pipeline | None:
