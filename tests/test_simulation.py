@@ -203,6 +203,7 @@ MORE_ORDERS: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"pp": 1, "dp": 8, "cp": 1, "tp": 1, "zero": 2, "micro_batch_size": 1},
     "ZeRO-3 and cp": {"pp": 1, "dp": 2, "cp": 2, "tp": 2, "zero": 3, "micro_batch_size": 4},
     "selective": {"pp": 1, "dp": 4, "cp": 1, "tp": 2, "zero": 3, "micro_batch_size": 2, "recompute": "selective"},
+    "full": {"pp": 1, "dp": 4, "cp": 1, "tp": 2, "zero": 3, "recompute": "full"},
 }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 from torch import fx
 
@@ -14,9 +15,9 @@ from autopar.plan import Collective
 from autopar.sharding.assignment import Assignment, Transfer, routed
 from autopar.sharding.axes import BATCH_AXES, REPLICATE_AXIS
 from autopar.sharding.buckets import Piece, Pieces, buckets, is_known_early, merged
-from autopar.sharding.operators import Operator, Operators
+from autopar.sharding.operators import Operator, Operators, Value
 from autopar.sharding.recompute import Kept
-from autopar.sharding.redistribute import LOCAL, whole_elements
+from autopar.sharding.redistribute import LOCAL, Step, whole_elements
 from autopar.sharding.zero import Keeping
 from autopar.solver.costs import Prices
 from autopar.solver.space import output_values
@@ -109,30 +110,34 @@ class _Reader:
         named = [(p.name, p.placeholder, p.gradient) for p in captured.parameters]
         self.pieces = Pieces(operators, assignment.mesh, named)
         self.nodes = list(operators.by_node)
+        self.place = {node: i for i, node in enumerate(self.nodes)}
         self.first = list(routed(operators, output_values(captured), assignment))
         self.own = {(t.value, step) for _, t in self.first if t.backward for step in t.steps}
         self.before = {(t.value, step) for _, t in self.first if not t.backward for step in t.steps}
-        #: Pieces with their readers, by stage, graph and how often they are issued.
-        self.waiting: dict[tuple[int, str, int, bool], list[tuple[Piece, fx.Node | None]]] = defaultdict(list)
+        #: The operators made again for which the backward issues what its own operators read later.
+        self.sooner: dict[tuple[Value, Step], fx.Node] = {}
+        for (value, _), (transfer, op) in zip(held.transfers, self._made_again(), strict=True):
+            if op is not None:
+                self.sooner.update({(value, step): op.node for step in transfer.steps if (value, step) in self.own})
+        #: Pieces with their readers, and whether these are made again, by stage, graph and how often they are issued.
+        self.waiting: dict[tuple[int, str, int], list[tuple[Piece, fx.Node | None, bool]]] = defaultdict(list)
         self.found: list[Issue] = []
 
     def read(self) -> list[Issue]:
         for op, transfer in self.first:
             self._transfer(op, transfer, again=False)
-        for transfer, op in zip(self.held.transfers.values(), self._readers_again(), strict=True):
+        for transfer, op in self._made_again():
             self._transfer(op, transfer, again=True)
-        for (stage, phase, times, again), members in self.waiting.items():
-            for places in buckets([piece for piece, _ in members]):
-                self._bucket([members[i] for i in places], stage, phase, times, again)
+        for (stage, phase, times), members in self.waiting.items():
+            for places in buckets([piece for piece, _, _ in members]):
+                self._bucket([members[i] for i in places], stage, phase, times)
         return self.found
 
-    def _readers_again(self) -> list[Operator | None]:
-        """For every redistribution that is made again the first operator made again that reads its value."""
-        readers = []
-        for value, _ in self.held.transfers:
+    def _made_again(self) -> Iterator[tuple[Transfer, Operator | None]]:
+        """Every redistribution that is made again, with the first operator made again that reads its value."""
+        for (value, _), transfer in self.held.transfers.items():
             users = (node for node, _ in self.operators.consumers.get(value, ()) if node in self.held.operators)
-            readers.append(next((self.operators.by_node[node] for node in users), None))
-        return readers
+            yield transfer, next((self.operators.by_node[node] for node in users), None)
 
     def _transfer(self, op: Operator | None, transfer: Transfer, again: bool) -> None:
         stage = self.stage(op, transfer)
@@ -148,7 +153,9 @@ class _Reader:
             if piece.purpose == "parameters" and known and (again or transfer.backward):
                 continue  # the backward reads the forward's copy
             phase, times = self._phase_of(piece, kept, transfer, again)
-            self.waiting[stage, phase, times, again].append((piece, op.node if op is not None else None))
+            sooner = self.sooner.get((transfer.value, step)) if transfer.backward else None
+            reader = sooner or (op.node if op is not None else None)
+            self.waiting[stage, phase, times].append((piece, reader, again or sooner is not None))
 
     def _phase_of(self, piece: Piece, kept: Keeping | None, transfer: Transfer, again: bool) -> tuple[str, int]:
         """The graph that issues a piece, and how often."""
@@ -179,10 +186,12 @@ class _Reader:
         )
 
     def _bucket(
-        self, members: list[tuple[Piece, fx.Node | None]], stage: int, phase: str, times: int, again: bool
+        self, members: list[tuple[Piece, fx.Node | None, bool]], stage: int, phase: str, times: int
     ) -> None:
-        whole = merged([piece for piece, _ in members])
-        readers = [node for _, node in members if node is not None]
+        whole = merged([piece for piece, _, _ in members])
+        # what a block makes again comes before its backward
+        readers = [(not again, self.place[node], node) for _, node, again in members if node is not None]
+        late, _, reader = min(readers, key=itemgetter(0, 1), default=(True, 0, None))
         ready = self.nodes[whole.ready] if whole.purpose == "gradients" and whole.ready >= 0 else None
         self.found.append(
             Issue(
@@ -193,8 +202,8 @@ class _Reader:
                 times,
                 stage,
                 phase,
-                readers[0] if readers and ready is None else None,
-                again,
+                reader if ready is None else None,
+                not late,
                 ready,
                 whole.depth,
             )
