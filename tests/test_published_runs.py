@@ -20,13 +20,21 @@ import published_runs  # noqa: E402
 from published import fit, score  # noqa: E402
 from published.clusters import cluster_of, network_gbs  # noqa: E402
 from published.families import family_of  # noqa: E402
-from published.models import is_gated, shape_of  # noqa: E402
-from published.plans import NotCovered, configurations, hints_of, stages  # noqa: E402
+from published.models import batch, build, is_gated, shape_of  # noqa: E402
+from published.plans import NotCovered, configurations, divides, hints_of, stages  # noqa: E402
 from published.predict import Prediction, Predictor  # noqa: E402
+from published.price import Running, as_run, keep_sequence_whole  # noqa: E402
 from published.report import figures, text  # noqa: E402
 from published.rows import Row, read_rows  # noqa: E402
 
+from autopar.cost_model.bubble import script  # noqa: E402
+from autopar.cost_model.simulate import Task  # noqa: E402
+from autopar.cost_model.step import Repeated, Timing, simulate_step  # noqa: E402
 from autopar.errors import InputError  # noqa: E402
+from autopar.sharding.axes import make_mesh  # noqa: E402
+from autopar.solver.space import Pins, Space, build_space  # noqa: E402
+from autopar.solver.spmd import read  # noqa: E402
+from autopar.specialize import capture_batch  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +58,9 @@ def test_rows_of_all_families_have_models_and_clusters(rows: dict[str, Row]) -> 
         if run_id in rows:
             shape = shape_of(rows[run_id], gated=is_gated(rows[run_id]), written_out=False, dropout=0.0)
             assert shape.parameters == pytest.approx(wanted, rel=0.01), run_id
-    assert all(cluster_of(row) is not None for row in rows.values())
+    distinct = {(row.hardware, row.n_gpus if row.n_gpus < 8 else 8): row for row in rows.values()}
+    assert all(cluster_of(row) is not None for row in distinct.values())
+    assert len(distinct) >= 14
     assert sum(name in rows for name in named) >= 5
 
 
@@ -134,6 +144,70 @@ def test_levels_are_fitted_without_the_family_that_is_judged(rows: dict[str, Row
     assert levels["b"][base.hardware] == pytest.approx(1.2, rel=0.005)
     ratios = [(p.seconds or 0) / 12.0 for p in judged]
     assert ratios == pytest.approx([1.5 / 1.2, 1.2 / 1.5], rel=0.005)
+
+
+def test_frameworks_overlap_what_they_say(rows: dict[str, Row]) -> None:
+    """Two micro-batches of 2 s forward with 1 s over tp and 3 s backward; 4 s are gathered first and 9 s reduced last.
+
+    With tp in 4 pieces a quarter of a second is exposed; of the gather what 2 s of compute do not hide, of the
+    reduction what 3 s do not.
+    """
+    def task(stream: str, seconds: float) -> tuple[Repeated, ...]:
+        return (Repeated(1, (Task(stream, seconds),)),)
+
+    forward = (Repeated(1, (Task("compute", 2.0), Task("tp", 1.0, after=(1,)))),)
+    timing = Timing(
+        programs=(task("dp", 4.0), forward, task("compute", 3.0), task("dp", 9.0)),
+        actions={"begin": (0,), "F": (1,), "B": (2,), "end": (3,)},
+        up=(0.0,), down=(0.0,), shared=(0.0,), optimizer=(0.5,), overlap_rate=1.0,
+    )  # fmt: skip
+    row = _changed(rows["korthikanti-1a"], tp=4, n_gpus=8, micro_batch=1, global_batch=4)
+    (c,) = configurations(row, family_of(row))
+    assert (c.dp, c.tp, c.micro_batches) == (2, 4, 2)
+    steps = script(None, 1, 1, 2)
+
+    def seconds(tp_overlap: bool, dp_overlap: bool) -> float:
+        running = Running(True, True, tp_overlap, False, dp_overlap)
+        return simulate_step(as_run(timing, running, c), steps).seconds
+
+    assert seconds(False, False) == pytest.approx(4 + 2 * (2 + 1 + 3) + 9 + 0.5)
+    assert seconds(True, False) == pytest.approx(4 + 2 * (2 + 0.25 + 3) + 9 + 0.5)
+    assert seconds(False, True) == pytest.approx((4 - 2) + 2 * (2 + 1 + 3) + (9 - 3) + 0.5)
+
+
+def test_without_sequence_parallelism_nothing_splits_the_sequence_over_tp() -> None:
+    """Every option that is left keeps it whole over tp; with it some option splits it."""
+    shape = shape_of(_small(), gated=False, written_out=True, dropout=0.1)
+    captured = capture_batch(build(shape), (), batch(4, 64))
+    operators = read(captured)
+    mesh = make_mesh(2, 1, 2)
+
+    def splitting(space: Space) -> int:
+        return sum(
+            bool(space.decisions[d].allowed[k]) and strategy[1].factor in operators.sequence.factors[node]
+            for node, (d, strategies) in space.of_node.items()
+            for k, strategy in enumerate(strategies)
+        )
+
+    space = build_space(captured, operators, mesh, Pins())
+    assert splitting(space) > 0
+    keep_sequence_whole(space, operators)
+    assert splitting(space) == 0
+    assert all(d.allowed.any() for d in space.decisions)
+
+
+def _small() -> Row:
+    """Two layers of width 32."""
+    row = next(row for row in read_rows(RUNS) if row.model_name == "GPT-1.5B(ZB)")
+    sizes = {"n_layers": 2, "hidden": 32, "ffn_hidden": 128, "n_heads": 4, "n_kv_heads": 4, "vocab": 64, "seq_len": 64}
+    return _changed(row, **sizes)
+
+
+def test_state_is_split_over_as_many_ranks_as_a_dim_divides_into() -> None:
+    """1120 ranks do not divide 20480, 160 of them do."""
+    assert divides(1120, 20480) == 160
+    assert divides(64, 8192) == 64
+    assert divides(7, 4096) == 1
 
 
 @pytest.fixture(scope="module")

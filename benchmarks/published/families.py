@@ -27,6 +27,12 @@ class Family:
     selective: str
     zero: int
     zero_2: str
+    sequence_parallel: bool
+    tp_overlap: bool
+    cp_overlap: bool
+    dp_overlap: bool
+    attention_level: float
+    attention_kernels: Mapping[str, str]
     memory: str
     source: str
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from autopar.hints import Hints
-from autopar.schedule import SCHEDULES
+from autopar.schedule import SCHEDULES, SIMULATED_SCHEDULES
 from autopar.workload import Workload
 from published.families import Family
 from published.models import Shape, after_layers, layers_of
@@ -136,19 +136,28 @@ def workload_of(row: Row, family: Family, optimizer: str = "adamw") -> Workload:
 def hints_of(configuration: Configuration, family: Family, shape: Shape) -> Hints:
     """Everything the row decides. NotCovered for a schedule that there is not."""
     c = configuration
-    if c.schedule is not None and c.schedule not in SCHEDULES:
+    if c.schedule is not None and c.schedule not in {**SCHEDULES, **SIMULATED_SCHEDULES}:
         raise NotCovered(f"the schedule {c.schedule} is not available")
     given: dict[str, object] = {"dp": c.dp, "tp": c.tp, "pp": c.pp, "micro_batch_size": c.micro_batch}
     given |= {"recompute": c.recompute, "zero": c.zero}
     if c.zero == 2 and family.zero_2 == "shard_grad_op":
         given |= {"zero": 3, "reshard_after_forward": False}
+    if c.zero == 2 and family.zero_2 == "1":
+        given["zero"] = 1
     if c.cp > 1:
         given["cp"] = c.cp
-    if c.zero and c.zero_group < c.dp * c.cp:
-        given["zero_group_size"] = max(1, c.zero_group // c.cp)
+    group = divides(c.zero_group // c.cp, shape.hidden)
+    if c.zero and 1 < group < c.dp:
+        given["zero_group_size"] = group
     if c.schedule is not None:
         given |= {"schedule": c.schedule, "stages": stages(shape, c.pp * c.chunks)}
     return Hints(**given)  # type: ignore[arg-type]
+
+
+def divides(group: int, size: int) -> int:
+    """The largest divisor of ``group`` that divides ``size``. Frameworks cut flat buffers of parameters into any number
+    of pieces, autopar cuts a dim: where a dim does not divide, state is split over fewer ranks."""
+    return next(n for n in range(max(1, group), 0, -1) if group % n == 0 and size % n == 0)
 
 
 def stages(shape: Shape, count: int) -> dict[str, int]:

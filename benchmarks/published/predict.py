@@ -6,23 +6,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
+from autopar.cost_model.hardware import attention_tables
 from autopar.errors import AutoparError
-from autopar.plan import Plan
-from autopar.solver.search import search
+from autopar.sharding.operators import Operators
+from autopar.solver.spmd import read
 from autopar.specialize import capture_batch
 from autopar.workload import Workload
 from published.clusters import cluster_of
 from published.families import Family, family_of
 from published.models import Shape, batch, build, is_gated, shape_of
 from published.plans import Configuration, NotCovered, check_covered, configurations, hints_of, workload_of
+from published.price import Priced, Running, price_configuration
 from published.rows import Row
-
-#: Memory of a device while a row is predicted, in GiB: whether it fits is judged afterwards, by its peak.
-UNBOUNDED_GIB = 1e6
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Predictor:
     def __init__(self, devices: dict[str, dict[str, Any]] | None = None) -> None:
         """``devices`` overrides keys of devices, by the name of the row's hardware."""
         self.devices = devices or {}
-        self._known: tuple[object, nn.Module, Captured] | None = None
+        self._known: tuple[object, Captured, Operators] | None = None
 
     def predict(self, row: Row) -> Prediction:
         """The prediction of one row; what cannot be predicted has its reason."""
@@ -71,27 +68,48 @@ class Predictor:
         if cluster is None:
             raise NotCovered(f"there is no description of the hardware {row.hardware}")
         limit = cluster.device.memory_bytes / 2**30
-        found = [self._plan(row, family, shape, c, cluster) for c in configurations(row, family)]
-        fitting = [plan for plan in found if plan.peak_memory / 2**30 <= limit] or found[:1]
-        plan = min(fitting, key=lambda plan: plan.step_time)
-        memory = {kind: nbytes / 2**30 for kind, nbytes in plan.peak.items()}
-        return Prediction(row, plan.step_time, dict(plan.breakdown), sum(memory.values()), memory, limit)
+        found = [self._price(row, family, shape, c, with_kernels(cluster, family)) for c in configurations(row, family)]
+        fitting = [p for p in found if sum(p.memory.values()) / 2**30 <= limit] or found[:1]
+        best = min(fitting, key=lambda p: p.seconds)
+        memory = {kind: nbytes / 2**30 for kind, nbytes in best.memory.items()}
+        return Prediction(row, best.seconds, best.breakdown, sum(memory.values()), memory, limit)
 
-    def _plan(self, row: Row, family: Family, shape: Shape, configuration: Configuration, cluster: Cluster) -> Plan:
-        hints, workload = hints_of(configuration, family, shape), workload_of(row, family)
-        table = cluster.to_dict()
-        roomy = Cluster.from_dict({**table, "device": {**table["device"], "memory_gib": UNBOUNDED_GIB}})
-        model, captured = self._captured(shape, workload)
-        return search(model, captured, roomy, workload, hints, compiled=family.fused)
+    def _price(self, row: Row, family: Family, shape: Shape, c: Configuration, cluster: Cluster) -> Priced:
+        hints, workload = hints_of(c, family, shape), workload_of(row, family)
+        captured, operators = self._captured(shape, workload)
+        return price_configuration(captured, operators, cluster, c, hints, running_of(row, family))
 
-    def _captured(self, shape: Shape, workload: Workload) -> tuple[nn.Module, Captured]:
+    def _captured(self, shape: Shape, workload: Workload) -> tuple[Captured, Operators]:
         key = (shape, workload)
         if self._known is None or self._known[0] != key:
-            model = build(shape)
             assert workload.global_batch is not None and workload.seq_len is not None
             inputs = batch(workload.global_batch, workload.seq_len)
-            self._known = (key, model, capture_batch(model, (), inputs, precision=workload.precision))
+            captured = capture_batch(build(shape), (), inputs, precision=workload.precision)
+            self._known = (key, captured, read(captured))
         return self._known[1:]
+
+
+def running_of(row: Row, family: Family) -> Running:
+    """What the row's framework does; the row itself wins where it says so."""
+    says, words = row.async_tp_overlap or "", ("tp_comm_overlap on", "tp-comm-overlap", "async TP", "TP/PP/DP overlap")
+    overlapped = any(word in says for word in words)
+    tp_overlap = overlapped if "tp_comm_overlap" in says or overlapped else family.tp_overlap
+    whole = family.sequence_parallel if row.sequence_parallel is None else row.sequence_parallel == "y"
+    return Running(family.fused, whole, tp_overlap, family.cp_overlap, family.dp_overlap)
+
+
+def with_kernels(cluster: Cluster, family: Family) -> Cluster:
+    """The cluster with the attention kernels of the family's framework."""
+    table = cluster.to_dict()
+    device = dict(table["device"])
+    name = family.attention_kernels.get(device["attention_kernel"], device["attention_kernel"])
+    levels = attention_tables()[name]
+    scaled = {
+        direction: {dim: level * family.attention_level for dim, level in levels[direction].items()}
+        for direction in ("forward", "backward")
+    }
+    device |= {"attention_kernel": name, "attention": {**levels, **scaled}}
+    return Cluster.from_dict({**table, "device": device})
 
 
 def predictions(rows: Iterable[Row], predictor: Predictor) -> Iterator[Prediction]:

@@ -47,6 +47,7 @@ class Row:
     recompute: str | None
     compile: str | None
     schedule: str | None
+    async_tp_overlap: str | None
     step_time_s: float | None
     tokens_per_s_per_gpu: float | None
     peak_mem_gib: float | None

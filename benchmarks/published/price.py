@@ -1,0 +1,160 @@
+"""Prices one pinned configuration: the planner's program, solved, with its step simulated as the framework runs it.
+
+What a framework does otherwise than autopar's runtime is put into the timing of the plan before it is simulated:
+
+* with tensor or context parallelism overlapped, a collective over that axis is cut into as many pieces as there are
+  ranks, of which one is exposed (the others travel beside the products or the attention that make or use them);
+* with data parallelism overlapped, what is gathered first and reduced last in a step hides behind the first forward and
+  the last backward, but for the share of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from autopar.capture.graph import Captured
+from autopar.cluster import Cluster
+from autopar.cost_model.bubble import script
+from autopar.cost_model.simulate import COMPUTE, Task
+from autopar.cost_model.step import BEGIN, END, Program, Repeated, Timing, simulate_step
+from autopar.garbage import collecting_later
+from autopar.hints import Hints
+from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, REPLICATE_AXIS, TENSOR_AXIS, make_mesh
+from autopar.sharding.layout import Layout
+from autopar.sharding.operators import Operators
+from autopar.sharding.recompute import kept, made_again
+from autopar.sharding.rule import Strategy
+from autopar.sharding.zero import Zero
+from autopar.solver.carry import hint_pins
+from autopar.solver.costs import Prices, price
+from autopar.solver.peaks import peak_of
+from autopar.solver.pipeline import make_pipeline
+from autopar.solver.program import solve
+from autopar.solver.setting import Setting, keepings
+from autopar.solver.space import Space, build_space
+from autopar.solver.staged import price_step
+from published.plans import Configuration, NotCovered
+
+#: The share of the gradients that has no backward beside it: that of the last buckets to be filled.
+LAST_BUCKETS = 0.1
+
+#: The streams of data parallelism.
+DATA_STREAMS = (DATA_AXIS, REPLICATE_AXIS)
+
+
+@dataclass(frozen=True)
+class Running:
+    """What a framework does: ``compiled`` kernels, Megatron's ``sequence_parallel``, and whether collectives over tp,
+    over cp, and those of data parallelism at the ends of a step are overlapped."""
+
+    compiled: bool
+    sequence_parallel: bool
+    tp_overlap: bool
+    cp_overlap: bool
+    dp_overlap: bool
+
+
+@dataclass(frozen=True)
+class Priced:
+    """``seconds`` of a step, its ``breakdown``, and bytes at the fullest moment by kind."""
+
+    seconds: float
+    breakdown: dict[str, float]
+    memory: dict[str, int]
+
+
+@collecting_later()
+def price_configuration(
+    captured: Captured,
+    operators: Operators,
+    cluster: Cluster,
+    c: Configuration,
+    hints: Hints,
+    running: Running,
+    optimizer: str = "adamw",
+) -> Priced:
+    """The price of a configuration. NotCovered if the model cannot be split so; what the planner raises for hints."""
+    zero = Zero(hints.zero, hints.reshard_after_forward is not False)
+    setting = Setting(captured, operators, cluster, optimizer, c.recompute, zero, running.compiled)
+    mesh = make_mesh(c.dp, c.cp, c.tp, hints.zero_group_size)
+    pins = replace(hint_pins(captured, hints), micro_batches=c.micro_batches)
+    space = build_space(captured, operators, mesh, pins)
+    if not running.sequence_parallel and c.tp > 1:
+        keep_sequence_whole(space, operators)
+    prices = Prices(cluster, mesh)
+    program = price(
+        space, captured, operators, prices, optimizer, float("inf"), c.recompute, c.micro_batches, running.compiled
+    )
+    solution = solve(program)
+    if solution is None:
+        raise NotCovered("the model cannot be split so")
+    pipeline = make_pipeline(captured, operators, cluster, hints)
+    assignment = space.assignment(solution.options)
+    timing = price_step(setting, assignment, c.micro_batches, pipeline).timing
+    steps = script(c.schedule, c.pp, c.pp * c.chunks, c.micro_batches)
+    simulated = simulate_step(as_run(timing, running, c), steps)
+    held = kept(operators, assignment, made_again(operators, c.recompute))
+    keep = keepings(captured, assignment, zero)
+    memory = peak_of(setting, assignment, held, keep, c.micro_batches, pipeline)
+    return Priced(simulated.seconds, simulated.breakdown, memory)
+
+
+def keep_sequence_whole(space: Space, operators: Operators) -> None:
+    """Forbid what splits the sequence over tp, as Megatron without sequence parallelism does not."""
+    at = space.mesh.names.index(TENSOR_AXIS)
+    factors, dims = operators.sequence.factors, operators.sequence.dims
+
+    def forbid(decision: int, option: int) -> None:
+        allowed = space.decisions[decision].allowed
+        if allowed.sum() > 1:
+            allowed[option] = False
+
+    def splits(strategy: Strategy, of: frozenset[str]) -> bool:
+        return strategy[at].factor in of
+
+    def cuts(layout: Layout, of: frozenset[int]) -> bool:
+        return any(TENSOR_AXIS in layout.dims[dim] for dim in of)
+
+    for node, (decision, strategies) in space.of_node.items():
+        for k, strategy in enumerate(strategies):
+            if splits(strategy, factors[node]):
+                forbid(decision, k)
+    for key, (decision, options) in space.of_alias.items():
+        for k, layout in enumerate(options):
+            if cuts(layout, dims[key.value]):
+                forbid(decision, k)
+
+
+def as_run(timing: Timing, running: Running, c: Configuration) -> Timing:
+    """The timing with a framework's overlap; see the module."""
+    programs = list(timing.programs)
+    cut = {TENSOR_AXIS: c.tp if running.tp_overlap else 1, CONTEXT_AXIS: c.cp if running.cp_overlap else 1}
+    programs = [_scaled(p, lambda task: 1 / cut.get(task.stream, 1)) for p in programs]
+    if running.dp_overlap:
+        for kind, beside in ((BEGIN, "F"), (END, "B")):
+            for stage, place in enumerate(timing.actions.get(kind, ())):
+                hidden = _compute(programs[timing.actions[beside if beside in timing.actions else "I"][stage]])
+                programs[place] = _hidden(programs[place], hidden * c.chunks)
+        for place in dict.fromkeys(timing.actions.get("B", ())):  # hybrid ZeRO reduces across its groups block by block
+            programs[place] = _hidden(programs[place], _compute(programs[place]), (REPLICATE_AXIS,))
+    return replace(timing, programs=tuple(programs))
+
+
+def _scaled(program: Program, share: Callable[[Task], float]) -> Program:
+    return tuple(
+        Repeated(r.count, tuple(replace(t, seconds=t.seconds * share(t)) for t in r.tasks)) for r in program
+    )
+
+
+def _compute(program: Program) -> float:
+    """Seconds of a program's kernels."""
+    return sum(r.count * t.seconds for r in program for t in r.tasks if t.stream == COMPUTE)
+
+
+def _hidden(program: Program, beside: float, streams: Collection[str] = DATA_STREAMS) -> Program:
+    """A program whose collectives on ``streams`` have ``beside`` seconds of compute to hide behind; those of the last
+    buckets have not."""
+    total = sum(r.count * t.seconds for r in program for t in r.tasks if t.stream in streams)
+    share = max(1 - beside / total, LAST_BUCKETS) if total > 0 else 1.0
+    return _scaled(program, lambda task: share if task.stream in streams else 1.0)
