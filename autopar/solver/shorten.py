@@ -108,8 +108,10 @@ def alike_stages(
     captured: Captured, assignment: Assignment, kind: Callable[[str], Hashable], stages: Sequence[Sequence[str]]
 ) -> list[int]:
     """For every pipeline stage the first one that is like it: of as many blocks of one class, with the same decisions
-    and ``kind``, and nothing else; itself where there is none before it."""
+    and ``kind``, and nothing else; itself where there is none before it, and where it begins or ends its class, since
+    what is around a class reads its first and its last block."""
     place = {path: (c, i) for c, blocks in enumerate(captured.blocks) for i, path in enumerate(blocks.paths)}
+    ends = {path for blocks in captured.blocks for path in (blocks.paths[0], blocks.paths[-1])}
     parameters = _parameters(captured, assignment)
     numbers: dict[object, int] = {}
 
@@ -121,7 +123,7 @@ def alike_stages(
     first: dict[tuple[int, ...], int] = {}
     found = []
     for s, names in enumerate(stages):
-        inner = 0 < s < len(stages) - 1 and all(name in place for name in names)
+        inner = all(name in place and name not in ends for name in names)
         found.append(first.setdefault(tuple(map(decisions, names)), s) if inner else s)
     return found
 
