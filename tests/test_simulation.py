@@ -18,6 +18,7 @@ import autopar
 from autopar import Hints, Plan
 from autopar.arguments import check_plan
 from autopar.cost_model.bubble import script, simulate
+from autopar.cost_model.hardware import load_device
 from autopar.cost_model.simulate import COMPUTE, Task, run
 from autopar.cost_model.step import BEGIN, END, PARTS, Repeated, Timing, simulate_step, tasks_of
 from autopar.errors import PlanError
@@ -58,6 +59,12 @@ def test_a_stream_runs_its_tasks_one_after_the_other_and_ranks_do_not_share_stre
     assert found.starts == (0.0, 1.0, 0.0, 0.0, 1.0) and found.ends == (1.0, 2.0, 1.0, 1.0, 2.0)
     with pytest.raises(IndexError, match="does not come before"):
         run([Task(COMPUTE, 1.0, after=(1,))])
+
+
+def test_what_a_device_keeps_of_its_speed_beside_a_collective() -> None:
+    """GPUs the published average; a process on a CPU nothing, because Gloo copies on its core: nothing is hidden."""
+    assert load_device("h100-sxm").overlap_rate == pytest.approx(1 / 1.189)
+    assert load_device("cpu").overlap_rate == 0.0
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------

@@ -76,7 +76,8 @@ class Stages:
         captured, operators = setting.captured, setting.operators
         self.setting, self.assignment, self.operators = setting, assignment, operators
         self.micro_batches, self.pipeline = micro_batches, pipeline
-        self.pp, self.schedule = (pipeline.pp, pipeline.schedule) if pipeline else (1, None)
+        self.pp = pipeline.pp if pipeline else 1
+        self.schedule: str | None = pipeline.schedule if pipeline else None
         self.count = len(pipeline.stages) if pipeline else 1
         self.prices = Prices(setting.cluster, assignment.mesh)
         again = made_again(operators, setting.recompute)
