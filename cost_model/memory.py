@@ -15,10 +15,10 @@ import torch
 from autopar.cost_model.hardware import nearest
 from autopar.errors import WorkloadError
 
-#: What the caching allocator of a GPU holds and cannot use, as a fraction of what comes and goes (what rests is
-#: allocated once and leaves no gaps): 15 % on average over eight language models trained on A100s, at most 33 % (Guo et
-#: al., "GMLake", arXiv:2401.08156, abstract, recalled).
-FRAGMENTATION = 0.15
+#: What the caching allocator of a GPU holds and cannot use, as a fraction of what comes and goes; what rests is
+#: allocated once and leaves no gaps. Assumed, for steps that are all alike: where recomputation, offloading and
+#: adapters vary what is asked for it is 15 % on average, at most 33 % (Guo et al., GMLake, arXiv:2401.08156, recalled).
+FRAGMENTATION = 0.05
 
 SYMBOLS = sympy.symbols("N w", nonnegative=True)
 _N, _w = SYMBOLS

@@ -133,6 +133,16 @@ def test_estimated_is_emitted(name: str) -> None:
     assert plan.peak_memory == pytest.approx(exact.peak_memory, rel=0.02)
 
 
+@pytest.mark.slow
+def test_a_gpu_keeps_a_context_and_gaps() -> None:
+    """1 GiB that no tensor has, and 5 % of what comes and goes; a CPU has neither."""
+    batch = tokens(16, 64)
+    gpu, cpu = (autopar.plan(llama(), cluster, example_inputs=batch) for cluster in ("h100-sxm:1", "cpu:1"))
+    assert gpu.peak["workspace"] == 2**30
+    assert gpu.peak["slack"] == int(0.05 * (gpu.peak["activations"] + gpu.peak["transients"])) > 0
+    assert "workspace" not in cpu.peak and "slack" not in cpu.peak
+
+
 def test_a_peak_that_does_not_fit_is_no_plan() -> None:
     """What lives shortly counts against the limit too: under full recomputation the peak is more than all that is kept
     together, and a limit between the two is not met."""

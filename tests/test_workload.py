@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from autopar.cost_model.memory import parameter_state_bytes
 from autopar.errors import WorkloadError
 from autopar.workload import Workload
 
@@ -58,6 +60,17 @@ def test_an_optimizer_of_which_only_the_bytes_are_known() -> None:
     for text in ("bytes", "-6 bytes", "6 Bytes", "6 bytes a parameter"):
         with pytest.raises(WorkloadError, match="no optimizer"):
             Workload(optimizer=text)
+
+
+@pytest.mark.parametrize(("optimizer", "nbytes"), [
+    ("muon", 256 * 2),  # a momentum in the parameter's dtype
+    ("adamw_8bit", 2 * (256 + 4)),  # twice a byte an element and one float32 a block
+    ("6.5 bytes", 256 * 6.5),
+])
+def test_bytes_of_optimizer_state(optimizer: str, nbytes: float) -> None:
+    """Of 256 numbers in bfloat16."""
+    found = parameter_state_bytes(256, torch.bfloat16, optimizer)
+    assert found == {"parameters": 512, "gradients": 512, "optimizer": nbytes}
 
 
 def test_an_unknown_key() -> None:
