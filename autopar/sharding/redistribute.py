@@ -46,16 +46,18 @@ def _with_dim(layout: Layout, dim: int, axes: tuple[str, ...]) -> Layout:
     return Layout((*layout.dims[:dim], axes, *layout.dims[dim + 1 :]), layout.partial)
 
 
-def _moves(layout: Layout, mesh: Mesh, shape: tuple[int, ...], scattered: tuple[str, ...] = ()) -> Iterator[Step]:
-    """Every elementary move from ``layout``. Only the innermost axis of a dim can leave it, and an axis can only
-    enter innermost: pieces stay contiguous. ``scattered`` is for `_joint_moves`."""
+def _moves(
+    layout: Layout, mesh: Mesh, shape: tuple[int, ...], scattered: tuple[str, ...], over: frozenset[str]
+) -> Iterator[Step]:
+    """Every elementary move from ``layout`` on the axes ``over``. Only the innermost axis of a dim can leave it, and an
+    axis can only enter innermost: pieces stay contiguous. ``scattered`` is for `_joint_moves`."""
 
     def room(dim: int, axis: str) -> bool:
         return shape[dim] > 0 and shape[dim] % (layout.splits(mesh, dim) * mesh.degree(axis)) == 0
 
     used = set(layout.split_axes) | {axis for axis, _ in layout.partial}
     ndim = len(layout.dims)
-    for axis, op in layout.partial:
+    for axis, op in [pair for pair in layout.partial if pair[0] in over]:
         reduced = Layout(layout.dims, tuple(pair for pair in layout.partial if pair[0] != axis))
         yield Step("all_reduce", axis, layout, reduced, op=op)
         if op == "sum":
@@ -63,9 +65,9 @@ def _moves(layout: Layout, mesh: Mesh, shape: tuple[int, ...], scattered: tuple[
                 if room(d, axis):
                     after = _with_dim(reduced, d, (*layout.dims[d], axis))
                     yield Step("reduce_scatter", axis, layout, after, target=d, op=op)
-    yield from _joint_moves(layout, mesh, room, scattered)
+    yield from (step for step in _joint_moves(layout, mesh, room, scattered) if over.issuperset(step.axis.split(JOINT)))
     for d, axes in enumerate(layout.dims):
-        if axes:
+        if axes and axes[-1] in over:
             gathered = _with_dim(layout, d, axes[:-1])
             yield Step("all_gather", axes[-1], layout, gathered, source=d)
             for e in range(ndim):
@@ -73,7 +75,7 @@ def _moves(layout: Layout, mesh: Mesh, shape: tuple[int, ...], scattered: tuple[
                     after = _with_dim(gathered, e, layout.dims[e] + (axes[-1],))
                     yield Step("all_to_all", axes[-1], layout, after, source=d, target=e)
     for axis in mesh.names:
-        if axis not in used:
+        if axis in over and axis not in used:
             owed = tuple(sorted((*layout.partial, (axis, "sum"))))
             if all(op == "sum" for _, op in owed):
                 yield Step("mask", axis, layout, Layout(layout.dims, owed), op="sum")
@@ -127,12 +129,26 @@ def _charge(step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int) -> fl
     return START_BYTES + {"all_reduce": 2.0, "all_to_all": 1.0 / n}.get(step.kind, 1.0) * volume
 
 
+def _involved(source: Layout, target: Layout, mesh: Mesh) -> frozenset[str]:
+    """The axes on which a path is sought. On three and more there are thousands of layouts on the way, so then those
+    that split a dim which differs, or over which something else is owed: a detour by any other moves as many bytes."""
+    if sum(n > 1 for n in mesh.sizes) < 3:
+        return frozenset(mesh.names)
+    split = [axis for a, b in zip(source.dims, target.dims, strict=True) if a != b for axis in (*a, *b)]
+    return frozenset((*split, *(axis for axis, _ in set(source.partial) ^ set(target.partial))))
+
+
 @functools.lru_cache(maxsize=100_000)
 def _paths_from(
-    source: Layout, mesh: Mesh, shape: tuple[int, ...], itemsize: int, scattered: tuple[str, ...] = ()
+    source: Layout,
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    itemsize: int,
+    scattered: tuple[str, ...],
+    over: frozenset[str],
 ) -> dict[Layout, tuple[float, Step | None]]:
-    """Dijkstra from ``source``: for every reachable layout its charge and the last step to it. Over the axes
-    ``scattered`` partial sums are to end up scattered."""
+    """Dijkstra from ``source`` by moves on the axes ``over``: for every reachable layout its charge and the last step
+    to it. Over the axes ``scattered`` partial sums are to end up scattered."""
     best: dict[Layout, tuple[float, Step | None]] = {source: (0.0, None)}
     queue: list[tuple[float, Layout]] = [(0.0, source)]
     done: set[Layout] = set()
@@ -141,7 +157,7 @@ def _paths_from(
         if layout in done:
             continue
         done.add(layout)
-        for step in _moves(layout, mesh, shape, scattered):
+        for step in _moves(layout, mesh, shape, scattered, over):
             total = charge + _charge(step, mesh, shape, itemsize)
             if step.after not in best or total < best[step.after][0]:
                 best[step.after] = (total, step)
@@ -162,7 +178,9 @@ def redistribution(
     if MICRO_BATCH in mesh.names:
         return _beside_micro_batches(source, target, mesh, tuple(shape), itemsize)
     scattered = tuple(axis for axis, _ in source.partial if axis in target.split_axes) if joint_axes(mesh) else ()
-    paths = _paths_from(source, mesh, tuple(shape), itemsize, scattered)
+    paths = _paths_from(source, mesh, tuple(shape), itemsize, scattered, _involved(source, target, mesh))
+    if target not in paths:
+        paths = _paths_from(source, mesh, tuple(shape), itemsize, scattered, frozenset(mesh.names))
     if target not in paths:
         return None
     steps: list[Step] = []
