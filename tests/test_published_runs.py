@@ -167,7 +167,7 @@ def test_frameworks_overlap_what_they_say(rows: dict[str, Row]) -> None:
     steps = script(None, 1, 1, 2)
 
     def seconds(tp_overlap: bool, dp_overlap: bool) -> float:
-        running = Running(True, True, tp_overlap, False, dp_overlap)
+        running = Running(True, True, tp_overlap, False, dp_overlap, True)
         return simulate_step(as_run(timing, running, c), steps).seconds
 
     assert seconds(False, False) == pytest.approx(4 + 2 * (2 + 1 + 3) + 9 + 0.5)

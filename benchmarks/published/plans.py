@@ -60,7 +60,8 @@ def check_covered(row: Row) -> None:
 
 
 def configurations(row: Row, family: Family) -> list[Configuration]:
-    """The row's configuration; several if the source does not say the micro-batch. NotCovered if it fits no mesh."""
+    """The row's configuration; several if the source does not say the micro-batch, or which blocks are made again.
+    NotCovered if it fits no mesh."""
     tp, pp, cp = row.tp or 1, row.pp or 1, row.cp or 1
     dp, rest = divmod(row.n_gpus, tp * pp * cp)
     if rest or not dp:
@@ -83,18 +84,21 @@ def configurations(row: Row, family: Family) -> list[Configuration]:
             micro_batches=batch // (dp * n),
             zero=zero if dp * cp > 1 else 0,
             zero_group=min(group, dp * cp),
-            recompute=_recompute(row, family),
+            recompute=recompute,
             schedule=_schedule(row, pp, batch // (dp * n)),
         )
         for n in sizes
+        for recompute in _recompute(row, family)
     ]
 
 
-def _recompute(row: Row, family: Family) -> str:
+def _recompute(row: Row, family: Family) -> tuple[str, ...]:
+    """The row's way to recompute; for a share of the blocks that is not said a half of them and all."""
     mode = row.recompute or family.recompute
     if mode == "selective":
         mode = family.selective
-    return f"full:{math.ceil(row.n_layers / 2)}" if mode == "half" else mode
+    half = f"full:{math.ceil(row.n_layers / 2)}"
+    return {"half": (half,), "some": (half, "full")}.get(mode, (mode,))
 
 
 def _chunks(row: Row, pp: int) -> int:

@@ -59,6 +59,8 @@ class Predictor:
             return Prediction(row, reason=str(error))
         except AutoparError as error:
             return Prediction(row, reason=f"{type(error).__name__}: {error.what} (found: {error.found})")
+        except Exception as error:  # one row's failure must not hide the others: it is counted as what it is
+            return Prediction(row, reason=f"internal failure, {type(error).__name__}: {error}")
 
     def _predict(self, row: Row) -> Prediction:
         check_covered(row)
@@ -95,7 +97,9 @@ def running_of(row: Row, family: Family) -> Running:
     overlapped = any(word in says for word in words)
     tp_overlap = overlapped if "tp_comm_overlap" in says or overlapped else family.tp_overlap
     whole = family.sequence_parallel if row.sequence_parallel is None else row.sequence_parallel == "y"
-    return Running(family.fused, whole, tp_overlap, family.cp_overlap, family.dp_overlap)
+    return Running(
+        family.fused, whole, tp_overlap, family.cp_overlap, family.dp_overlap, family.fused_optimizer
+    )
 
 
 def with_kernels(cluster: Cluster, family: Family) -> Cluster:

@@ -5,7 +5,8 @@ What a framework does otherwise than autopar's runtime is put into the timing of
 * with tensor or context parallelism overlapped, a collective over that axis is cut into as many pieces as there are
   ranks, of which one is exposed (the others travel beside the products or the attention that make or use them);
 * with data parallelism overlapped, what is gathered first and reduced last in a step hides behind the first forward and
-  the last backward, but for the share of one layer.
+  the last backward, but for that of the last buckets;
+* a fused optimizer passes once over its state, where torch's default makes a pass for every elementary operation.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.cost_model.bubble import script
+from autopar.cost_model.compute import optimizer_seconds
 from autopar.cost_model.simulate import COMPUTE, Task
 from autopar.cost_model.step import BEGIN, END, Program, Repeated, Timing, simulate_step
 from autopar.garbage import collecting_later
@@ -39,6 +41,10 @@ from published.plans import Configuration, NotCovered
 #: The share of the gradients that has no backward beside it: that of the last buckets to be filled.
 LAST_BUCKETS = 0.1
 
+#: Bytes of parameters, gradients and Adam's state of so many parameters that the time of their optimizer is that of its
+#: bytes; all in float32.
+MANY = (4e9, 4e9, 8e9)
+
 #: The streams of data parallelism.
 DATA_STREAMS = (DATA_AXIS, REPLICATE_AXIS)
 
@@ -46,13 +52,14 @@ DATA_STREAMS = (DATA_AXIS, REPLICATE_AXIS)
 @dataclass(frozen=True)
 class Running:
     """What a framework does: ``compiled`` kernels, Megatron's ``sequence_parallel``, and whether collectives over tp,
-    over cp, and those of data parallelism at the ends of a step are overlapped."""
+    over cp, and those of data parallelism at the ends of a step are overlapped; and a ``fused_optimizer``."""
 
     compiled: bool
     sequence_parallel: bool
     tp_overlap: bool
     cp_overlap: bool
     dp_overlap: bool
+    fused_optimizer: bool
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,11 @@ def price_configuration(
     assignment = space.assignment(solution.options)
     timing = price_step(setting, assignment, c.micro_batches, pipeline).timing
     steps = script(c.schedule, c.pp, c.pp * c.chunks, c.micro_batches)
-    simulated = simulate_step(as_run(timing, running, c), steps)
+    timing = as_run(timing, running, c)
+    if running.fused_optimizer:
+        fused, plain = (optimizer_seconds(optimizer, *MANY, cluster.device, fused=fused) for fused in (True, False))
+        timing = replace(timing, optimizer=tuple(seconds * fused / plain for seconds in timing.optimizer))
+    simulated = simulate_step(timing, steps)
     held = kept(operators, assignment, made_again(operators, c.recompute))
     keep = keepings(captured, assignment, zero)
     memory = peak_of(setting, assignment, held, keep, c.micro_batches, pipeline)
