@@ -78,7 +78,11 @@ def test_closed_forms_are_what_schedules_give(schedule: str, pp: int, chunks: in
     one = np.full(pp, float(chunks))
     steps = script(schedule, pp, pp * chunks, count, True)
     took = simulate(steps, steps.stages, lambda stage, kind: {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}[kind])
-    assert bubble(schedule, chunks, one, one, one) == pytest.approx(took.makespan - 3 * chunks * count, abs=1.01)
+    assert bubble(schedule, chunks, count, one, one, one) == pytest.approx(took.makespan - 3 * chunks * count, abs=1.01)
+    alone = script(schedule, pp, pp * chunks, 1, True) if schedule in ("gpipe", "interleaved") else None
+    if alone is not None:  # nothing is beside a single micro-batch
+        single = simulate(alone, alone.stages, lambda stage, kind: {"F": 1.0, "B": 2.0}[kind])
+        assert bubble(schedule, chunks, 1, one, one, one) == pytest.approx(single.makespan - 3 * chunks)
     held = in_flight(schedule, pp, chunks, count)
     assert held == pytest.approx(np.array(took.in_flight) / chunks, abs=1.01)
     assert least_share(schedule, pp, chunks, count) * 3 * chunks * count <= took.makespan * (1 + 1e-9)

@@ -14,11 +14,7 @@ from autopar.hints import Hints
 from autopar.schedule import ALL_SCHEDULES, SCHEDULES, runs
 
 #: Stages a rank that are tried of a schedule that leaves their number open.
-CHUNKS = (2, 3, 4, 5, 6, 8)
-
-#: By how much the fullest stage may have more units than the average, of several stages a rank: else the stages wait
-#: for one another as long as fewer of them would leave a bubble.
-UNEVEN = 1.1
+CHUNKS = (2, 3, 4, 6, 8)
 
 #: What is not tried unless hinted: 1F1B takes the same time as GPipe and holds fewer activations.
 DOMINATED = frozenset({"gpipe"})
@@ -45,7 +41,8 @@ class Degrees:
 class Candidate:
     """One point of the outer search. ``micro_batches`` is their number, ``chunks`` the stages a rank; ``schedule`` is
     None without a pipeline. ``zero`` is None where the integer program decides by parameter whether it rests sharded,
-    ``group`` the ranks of dp over which ZeRO splits if not all."""
+    ``group`` the ranks of dp over which ZeRO splits if not all. A ``lean`` one is estimated with activations split
+    further than is fastest (`profile.Replica.leaner`)."""
 
     degrees: Degrees
     zero: int | None
@@ -53,6 +50,7 @@ class Candidate:
     micro_batches: int
     schedule: str | None
     chunks: int
+    lean: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,7 @@ def _schedules(degrees: Degrees, hints: Hints, limits: Limits) -> Iterator[tuple
     for schedule in [hints.schedule] if hints.schedule else [s for s in SCHEDULES if s not in DOMINATED]:
         chunks = ALL_SCHEDULES[schedule]
         for count in CHUNKS if chunks is None else (chunks,):
-            stages = degrees.pp * count
-            even = -(-limits.units // stages) * stages <= UNEVEN * limits.units or chunks is not None
-            if hints.stages is not None or (stages <= limits.units and even):
+            if hints.stages is not None or degrees.pp * count <= limits.units:
                 yield schedule, count
 
 

@@ -162,10 +162,10 @@ def _follows(space: Space, operators: Operators, view: Operator) -> bool:
 
 
 def memory_by_option(
-    space: Space, captured: Captured, operators: Operators, optimizer: str, saved: Iterable[Value], micro_batches: int = 1
+    space: Space, captured: Captured, operators: Operators, optimizer: str, saved: Iterable[Value], parts: float = 1.0
 ) -> list[Floats]:
-    """Bytes that every option of every decision keeps on a device: parameter state, and activations of one of the
-    ``micro_batches`` that are ``saved`` for the backward."""
+    """Bytes that every option of every decision keeps on a device: parameter state, and activations that are ``saved``
+    for the backward, of one of so many ``parts`` of the batch."""
     memory = [np.zeros(decision.size) for decision in space.decisions]
     for p in captured.parameters:
         d, chosen = space.of_source[p.placeholder]
@@ -174,11 +174,11 @@ def memory_by_option(
             memory[d][k] += sum(state_bytes(local, p.storage_dtype, optimizer, p.gradient is not None).values())
     counts = Counter(Value(space.canon.get(value.node, value.node), value.index) for value in saved)
     for value, count in counts.items():
-        op, parts = operators.by_node[value.node], micro_batches if operators.batch_dims[value] else 1
+        op, share = operators.by_node[value.node], parts if operators.batch_dims[value] else 1.0
         d, strategies = space.of_node[value.node]
         for k, strategy in enumerate(strategies):
             out = layouts(op.rule, strategy, space.mesh)[1][value.index]
-            memory[d][k] += count * out.local_bytes(space.mesh, operators.specs[value]) / parts
+            memory[d][k] += count * out.local_bytes(space.mesh, operators.specs[value]) / share
     return memory
 
 
@@ -197,9 +197,11 @@ def price(
     recompute: str = "none",
     micro_batches: int = 1,
     compiled: bool = False,
+    in_flight: float = 1.0,
 ) -> Program:
-    """The integer program of a space, for a step of so many ``micro_batches``, whose graphs are ``compiled`` or run
-    operator by operator. Redistributions that are made again are left out: the backward may share them."""
+    """The integer program of a space, for a step of so many ``micro_batches``, of which activations are held
+    ``in_flight`` at once, whose graphs are ``compiled`` or run operator by operator. Redistributions that are made
+    again are left out: the backward may share them."""
     # A view that follows its operand reads it as it is; one that decides for itself may have it redistributed.
     follows = {op.node for op in operators if op.is_view and _follows(space, operators, op)}
     again = made_again(operators, recompute)
@@ -207,7 +209,8 @@ def price(
     fusion = fusion_of(operators, again) if compiled else None
     seconds = _operator_seconds(space, operators, prices, kept.operators, micro_batches, fusion)
     seconds = [np.where(d.allowed, s, np.inf) for d, s in zip(space.decisions, seconds, strict=True)]
-    memory = memory_by_option(space, captured, operators, optimizer, [value for value, _ in kept.saved], micro_batches)
+    saved = [value for value, _ in kept.saved]
+    memory = memory_by_option(space, captured, operators, optimizer, saved, micro_batches / in_flight)
     shares = bucket_shares(space, captured)
     edges = _merged(
         (prices.flow_matrix(flow, shares.get(flow.source, shares.get(flow.target))), count)

@@ -7,9 +7,9 @@ proved lower bound on seconds, from which `Plan.gap` follows.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,13 +42,17 @@ def by_rank(schedule: str | None, pp: int, values: Floats) -> Floats:
     return np.asarray(chunks.sum(0))
 
 
-def bubble(schedule: str | None, chunks: int, forward: Floats, inputs: Floats, weights: Floats) -> float:
+def bubble(
+    schedule: str | None, chunks: int, micro_batches: int, forward: Floats, inputs: Floats, weights: Floats
+) -> float:
     """Seconds that ranks wait in a step, of a micro-batch's seconds by rank: the closed forms of cost_model.bubble,
-    those of zero bubble with W cut off where it is longer than half of the rest."""
+    those of zero bubble with W cut off where it is longer than half of the rest. They hold from as many micro-batches
+    as ranks on; a single one passes through all stages one after the other, and in between is interpolated."""
+    full = 1.0 if len(forward) == 1 else min(1.0, (micro_batches - 1) / (len(forward) - 1))
     work = forward + inputs + weights
     if schedule in SPLIT_BACKWARD:
-        work = np.maximum(work - (3.0 if schedule == "dualpipev" else 2.0) * weights, 0.0)
-    return float(work.sum() - work.max()) / chunks
+        work = np.maximum(work - full * (3.0 if schedule == "dualpipev" else 2.0) * weights, 0.0)
+    return float(work.sum() - work.max()) / (1.0 + full * (chunks - 1))
 
 
 def in_flight(schedule: str | None, pp: int, chunks: int, micro_batches: int) -> Floats:
@@ -73,12 +77,24 @@ def least_share(schedule: str | None, pp: int, chunks: int, micro_batches: int) 
     return 1.0 + (pp - 1) / (chunks * micro_batches)
 
 
-#: What the sums over a rank's units depend on: cp, tp, pp, schedule, stages a rank.
-_Shape = tuple[int, int, int, str | None, int]
+class _Shape(NamedTuple):
+    """What the sums over a rank's units depend on."""
+
+    cp: int
+    tp: int
+    lean: bool
+    pp: int
+    schedule: str | None
+    chunks: int
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return self.pp * self.chunks
 
 
 def _shape(c: Candidate) -> _Shape:
-    return c.degrees.cp, c.degrees.tp, c.degrees.pp, c.schedule, c.chunks
+    return _Shape(c.degrees.cp, c.degrees.tp, c.lean, c.degrees.pp, c.schedule, c.chunks)
 
 
 def shards(c: Candidate) -> int:
@@ -115,87 +131,88 @@ class _Bytes:
 
 
 class Estimator:
-    """Estimates candidates of one model on one cluster. ``replica`` gives the solved replica of cp x tp."""
+    """Estimates candidates of one model on one cluster. ``replica`` gives the solved replica of cp x tp, or the one
+    that is lean."""
 
-    def __init__(self, cluster: Cluster, batch: int, replica: Callable[[int, int], Replica]) -> None:
+    def __init__(self, cluster: Cluster, batch: int, replica: Callable[[int, int, bool], Replica]) -> None:
         self.cluster, self.batch, self.replica = cluster, batch, replica
         for name in ("cuts", "_work", "_bytes", "_saved", "_collective"):
             setattr(self, name, functools.cache(getattr(self, name)))
 
     def estimate(self, c: Candidate, modes: Sequence[str], budget: float) -> Estimate:
         """The candidate with the first of ``modes`` (in the order of their seconds) that fits into ``budget`` bytes; if
-        none does, the last. Where all blocks made again keep less than is asked, only as many are as are needed."""
-        rest = self._rest(c)
-        found: list[Estimate] = []
+        none does, the last. Of all blocks only as many are made again as are needed, the first ones."""
         for mode in modes:
-            memory = float((rest + self._saved(_shape(c), self._samples(c), mode)[0] * self._held(c)).max())
-            memory += self._saved(_shape(c), self._samples(c), mode)[1]
-            found.append(Estimate(c, mode, self._seconds(c, mode), memory, self.bound(c)))
-            if memory <= budget:
-                return self._fewest(found, budget) if mode == "full" and len(found) > 1 else found[-1]
-        return found[-1]
+            found = self._with(c, mode)
+            if found.memory <= budget:
+                return self._fewest(found, budget) if mode == "full" and len(modes) > 1 else found
+        return found
 
-    def _fewest(self, found: Sequence[Estimate], budget: float) -> Estimate:
-        """As many blocks made again in full as are needed, if that is faster than another way that fits: seconds and
-        bytes lie between those of none and of all of them."""
-        none, full = found[0], found[-1]
-        c, over = full.candidate, none.memory - budget
-        blocks = len(self.replica(c.degrees.cp, c.degrees.tp).blocks)
-        count = math.ceil(blocks * over / (none.memory - full.memory)) if none.recompute == "none" else blocks
-        if count >= blocks:
-            return full
-        share = count / blocks
-        seconds = none.seconds + share * (full.seconds - none.seconds)
-        memory = none.memory + share * (full.memory - none.memory)
-        return Estimate(c, f"full:{count}", seconds, memory, full.bound)
+    def _with(self, c: Candidate, mode: str) -> Estimate:
+        saved, meanwhile = self._saved(_shape(c), self._samples(c), mode)
+        memory = float((self._rest(c) + saved * self._held(c)).max()) + meanwhile
+        return Estimate(c, mode, self._seconds(c, mode), memory, self.bound(c))
+
+    def _fewest(self, full: Estimate, budget: float) -> Estimate:
+        """As many blocks made again as are needed to fit, by bisection."""
+        c = full.candidate
+        low, high = 0, len(self._replica(c).blocks)  # none does not fit, all do
+        while high - low > 1:
+            middle = (low + high) // 2
+            saved, meanwhile = self._saved(_shape(c), self._samples(c), f"full:{middle}")
+            fits = float((self._rest(c) + saved * self._held(c)).max()) + meanwhile <= budget
+            low, high = (low, middle) if fits else (middle, high)
+        return full if high == len(self._replica(c).blocks) else self._with(c, f"full:{high}")
 
     def bound(self, c: Candidate) -> float:
         """Seconds that no plan of a candidate beats."""
         d = c.degrees
         share = least_share(c.schedule, d.pp, c.chunks, c.micro_batches)
-        return self.replica(d.cp, d.tp).bound * self.batch / (d.dp * d.pp) * share
+        return self.replica(d.cp, d.tp, False).bound * self.batch / (d.dp * d.pp) * share
+
+    def _replica(self, c: Candidate) -> Replica:
+        return self.replica(c.degrees.cp, c.degrees.tp, c.lean)
 
     def cuts(self, cp: int, tp: int, stages: int) -> Ints:
         """The first unit of every stage."""
-        return even_cuts(self.replica(cp, tp).profile(1).seconds, stages)
+        return even_cuts(self.replica(cp, tp, False).profile(1).seconds, stages)
 
     def _samples(self, c: Candidate) -> int:
         return max(1, self.batch // (c.degrees.dp * c.micro_batches))
 
     def _seconds(self, c: Candidate, mode: str) -> float:
         """Seconds of a step."""
-        work = self._work(_shape(c), self._samples(c), mode)
+        work = self._work(_shape(c), self._samples(c), c.micro_batches, mode)
         return c.micro_batches * work.busiest + work.wait + self._exposed(c, work) + self._optimizer(c)
 
     def _by_rank(self, shape: _Shape, by_unit: Floats) -> Floats:
-        cp, tp, pp, schedule, chunks = shape
-        return by_rank(schedule, pp, np.add.reduceat(by_unit, self.cuts(cp, tp, pp * chunks)))
+        first = self.cuts(shape.cp, shape.tp, shape.stages)
+        return by_rank(shape.schedule, shape.pp, np.add.reduceat(by_unit, first))
 
-    def _work(self, shape: _Shape, samples: int, mode: str) -> _Work:
-        cp, tp, pp, schedule, chunks = shape
-        replica = self.replica(cp, tp)
+    def _work(self, shape: _Shape, samples: int, micro_batches: int, mode: str) -> _Work:
+        replica, pp = self.replica(*shape[:3]), shape.pp
         profile = replica.profile(samples)
         forward, inputs, weights = (self._by_rank(shape, x) for x in (profile.forward, profile.inputs, profile.weights))
         inputs = inputs + self._by_rank(shape, replica.chosen(profile.again, mode))
-        wait = bubble(schedule, chunks, forward, inputs, weights)
+        wait = bubble(shape.schedule, shape.chunks, micro_batches, forward, inputs, weights)
         if pp > 1:
-            sent = float(profile.sent[self.cuts(cp, tp, pp * chunks)[1:] - 1].max())
+            sent = float(profile.sent[self.cuts(shape.cp, shape.tp, shape.stages)[1:] - 1].max())
             wait += 2 * (pp - 1) * self._collective("p2p", self.cluster.size // pp, pp, sent)
         backward = inputs + weights
         return _Work(float(forward.max()), float(backward.max()), float((forward + backward).max()), wait)
 
     def _bytes(self, shape: _Shape) -> _Bytes:
-        state = self.replica(*shape[:2]).state
+        state = self.replica(*shape[:3]).state
         rest = self._by_rank(shape, state.parameters + state.optimizer)
         gradients, used, reduced = (self._by_rank(shape, x) for x in (state.gradients, state.used, state.reduced))
-        begin = self.cuts(shape[0], shape[1], shape[2] * shape[4])
+        begin = self.cuts(shape.cp, shape.tp, shape.stages)
         first, last = state.used[begin].max(), state.used[[*(begin[1:] - 1), -1]].max()
         count = int(self._by_rank(shape, np.ones_like(state.used)).max())
         return _Bytes(rest, gradients, used, reduced, float(state.used.max()), float(first), float(last), count)
 
     def _saved(self, shape: _Shape, samples: int, mode: str) -> tuple[Floats, float]:
         """Bytes by rank that a micro-batch saves, and what a block that is made again holds meanwhile."""
-        replica = self.replica(*shape[:2])
+        replica = self.replica(*shape[:3])
         saved = replica.profile(samples).saved
         return self._by_rank(shape, replica.chosen(saved, mode)), 0.0 if mode == "none" else float(saved["none"].max())
 
@@ -212,7 +229,7 @@ class Estimator:
 
     def _is_copied(self, c: Candidate) -> bool:
         """Whether the copies in which parameters are used live from step to step."""
-        return c.zero in (1, 2) or (not c.zero and self.replica(c.degrees.cp, c.degrees.tp).state.cast)
+        return c.zero in (1, 2) or (not c.zero and self._replica(c).state.cast)
 
     def _gathered(self, c: Candidate, largest: float) -> float:
         """Bytes of the block in use and the one that is gathered ahead."""
@@ -220,7 +237,7 @@ class Estimator:
 
     def best_cuts(self, c: Candidate, mode: str, budget: float) -> Ints:
         """The first unit of every stage of a candidate, the best cut that fits."""
-        replica, shard = self.replica(c.degrees.cp, c.degrees.tp), shards(c)
+        replica, shard = self._replica(c), shards(c)
         profile, state = replica.profile(self._samples(c)), replica.state
         whole = not c.zero or (c.zero == 1 and c.micro_batches > 1)
         rest = (state.parameters + state.optimizer) / shard + (state.reduced if whole else state.gradients / shard)

@@ -126,7 +126,9 @@ class Estimates:
         every = sorted(found, key=lambda d: (d.tp * d.cp, d.cp, d.pp))
         return {key: list(group) for key, group in itertools.groupby(every, key=lambda d: (d.cp, d.tp))}
 
-    def _replica(self, cp: int, tp: int) -> Replica:
+    def _replica(self, cp: int, tp: int, lean: bool) -> Replica:
+        if lean:
+            return self.replica(cp, tp, False).leaner()
         self._asked.append((cp, tp))
         self.line.say(f"solving a replica of cp={cp}, tp={tp}")
         batch = self.frame.limits.batch
@@ -150,7 +152,7 @@ class Estimates:
         for (cp, tp), group in self.degrees.items():
             if self.preferred(cp, tp) != preferred or self._least(cp, tp) >= best:
                 continue
-            if self.replica(cp, tp).possible:
+            if self.replica(cp, tp, False).possible:
                 found += self._of(group, hopeless)
                 best = min((e.seconds for e in found if e.memory <= self.frame.budget), default=math.inf)
         return sorted(found, key=lambda e: (e.seconds, e.memory))
@@ -160,7 +162,17 @@ class Estimates:
         for degrees in group:
             for c in candidates(degrees, frame.cluster, frame.hints, frame.limits):
                 if hopeless or self._can_fit(c):
-                    yield self.estimator.estimate(c, frame.modes, frame.budget)
+                    yield self._better(c)
+
+    def _better(self, c: Candidate) -> Estimate:
+        """The estimate of a candidate, or if that makes much again or does not fit the lean one where it is better."""
+        frame, d = self.frame, c.degrees
+        found = self.estimator.estimate(c, frame.modes, frame.budget)
+        easy = found.memory <= frame.budget and found.recompute == frame.modes[0]
+        if easy or self.replica(d.cp, d.tp, True) is self.replica(d.cp, d.tp, False):
+            return found
+        lean = self.estimator.estimate(replace(c, lean=True), frame.modes, frame.budget)
+        return min(found, lean, key=lambda e: (e.memory > frame.budget, e.seconds))
 
     def _can_fit(self, c: Candidate) -> bool:
         """Whether the state of the parameters alone leaves a chance: the fullest rank has at least the average."""
@@ -171,7 +183,7 @@ class Estimates:
     def _least(self, cp: int, tp: int) -> float:
         """Seconds that no candidate of a replica beats, known from those that have been solved: an operator that is
         split n ways takes at least an n-th of its time, and collectives do not take less."""
-        replicas = [(key, self.replica(*key)) for key in self._asked]
+        replicas = [(key, self.replica(*key, False)) for key in self._asked]
         known = (
             one.bound * other[0] * other[1]
             for other, one in replicas
@@ -207,25 +219,35 @@ class Solver:
         self.deadline = math.inf if seconds is None else time.monotonic() + seconds
         self.found: list[Found] = []
         self.tried: set[tuple[Candidate, str]] = set()
+        #: By kind of candidate, what the last one took over its estimate.
+        self.errors: dict[tuple[str | None, bool, bool], float] = {}
 
     def run(self, every: Sequence[Estimate]) -> None:
         """Solve the best candidates of the best degrees, then more of the degrees that turned out best, and there at
         last ZeRO parameter by parameter."""
-        by_degrees: dict[Degrees, list[Estimate]] = {}
-        for e in every:
-            by_degrees.setdefault(e.candidate.degrees, []).append(e)
-        for group in itertools.islice(by_degrees.values(), DEGREES_SOLVED):
-            self._first_that_fits(group)
+        done: set[Degrees] = set()
+        for _ in range(DEGREES_SOLVED):
+            rest = sorted((e for e in every if e.candidate.degrees not in done), key=self._corrected)
+            if not rest or self._late():
+                break
+            degrees = rest[0].candidate.degrees
+            done.add(degrees)
+            self._first_that_fits([e for e in rest if e.candidate.degrees == degrees])
         if not self.found:
             return
-        group = by_degrees[self.best().candidate.degrees]
-        untried = (e for e in group if (e.candidate, e.recompute) not in self.tried and e.memory <= self.frame.budget)
-        for e in itertools.islice(untried, VARIANTS_SOLVED):
+        degrees = self.best().candidate.degrees
+        group = sorted((e for e in every if e.candidate.degrees == degrees), key=self._corrected)
+        untried = [e for e in group if (e.candidate, e.recompute) not in self.tried and e.memory <= self.frame.budget]
+        for e in untried[:VARIANTS_SOLVED]:
             if not self._late():
                 self.solve(e)
         best = self.best()
-        if best.candidate.zero and self.frame.hints.zero is None and best.pipeline is None:
+        if best.candidate.zero and self.frame.hints.zero is None and best.pipeline is None and not self._late():
             self.solve(replace(best.estimate, candidate=replace(best.candidate, zero=None)))
+
+    def _corrected(self, e: Estimate) -> tuple[float, float]:
+        """The seconds that were estimated, times what the last one of its kind was wrong by, and its bytes."""
+        return e.seconds * self.errors.get(_kind(e), 1.0), e.memory
 
     def best(self) -> Found:
         """The fastest, an ordinary one if no pipeline is clearly faster; of equally fast ones the one with less in it,
@@ -263,12 +285,18 @@ class Solver:
         limit, short = frame.budget, 0.0
         while (solved := task.solve(mesh_of(c), pins_of(frame, c), limit)) is not None:
             found = Found(e, task.pipeline, task.setting, solved, peak(task, solved, c.micro_batches))
+            self.errors[_kind(e)] = solved.step_time / e.seconds
             if found.needed <= frame.budget:
                 self.found.append(found)
                 return 0.0
             short = found.needed - frame.budget
             limit = min(limit, solved.peak_memory) - short
         return short or max(task.least_memory(mesh_of(c), pins_of(frame, c))[0] - frame.budget, 1.0)
+
+
+def _kind(e: Estimate) -> tuple[str | None, bool, bool]:
+    """What estimates are wrong about in the same way: schedules, gathers of every micro-batch, context parallelism."""
+    return e.candidate.schedule, e.candidate.zero == 3, e.candidate.degrees.cp > 1
 
 
 def task_of(frame: Frame, estimates: Estimates, e: Estimate) -> Task:
@@ -290,7 +318,7 @@ def _pipeline(frame: Frame, estimates: Estimates, e: Estimate) -> Pipeline | Non
     c, d = e.candidate, e.candidate.degrees
     if c.schedule is None:
         return None
-    row = estimates.replica(d.cp, d.tp).row
+    row = estimates.replica(d.cp, d.tp, False).row
     if frame.hints.stages is not None:
         return Pipeline(d.pp, c.schedule, hinted(row, frame.hints.stages))
     first = estimates.estimator.best_cuts(c, e.recompute, frame.budget)

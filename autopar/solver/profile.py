@@ -7,6 +7,7 @@ put together from these sums (`solver.estimate`) for thousands of candidates in 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,9 @@ from autopar.solver.setting import Setting
 from autopar.solver.space import Pins, output_values
 from autopar.solver.spmd import make_program
 from autopar.solver.staged import crossing, located, of_one_gradient, priced_once
+
+#: What a tenth of the memory is worth to a lean replica, as a fraction of the time.
+LEAN = 0.01
 
 #: Ways to recompute of which every unit's cost is known; others are made of these, block by block.
 MODES = ("none", "selective", "full")
@@ -80,12 +84,27 @@ class Replica:
         self.blocks = np.array([i for i, unit in enumerate(self.row) if unit in blocks], dtype=np.int64)
         self.at = located(self.captured, self.operators, Pipeline(1, "gpipe", tuple((unit,) for unit in self.row)))
         space, program = make_program(setting, self.mesh, replace(pins, zero=0, micro_batches=batch // samples))
-        solution = solve(program)
-        self.possible = solution is not None
-        if solution is not None:
+        self.space, self.program, self.solution = space, program, solve(program)
+        self.possible = self.solution is not None
+        if self.solution is not None:
             #: Least seconds of a sample over the program's space.
-            self.bound = solution.bound / batch
-            self.assignment = space.assignment(solution.options)
+            self.bound = self.solution.bound / batch
+            self.assignment = space.assignment(self.solution.options)
+
+    def leaner(self) -> Replica:
+        """The same replica solved so that a tenth of the memory is worth `LEAN` of the time: norms and what is around
+        them are then split along the sequence, as Megatron's sequence parallelism does. Itself if nothing changes."""
+        assert self.solution is not None
+        price = 10 * LEAN * self.solution.value / max(self.solution.memory, 1.0)
+        seconds = [s + price * m for s, m in zip(self.program.seconds, self.program.memory, strict=True)]
+        solution = solve(replace(self.program, seconds=seconds))
+        if solution is None or (solution.options == self.solution.options).all():
+            return self
+        found = copy.copy(self)
+        for name in ("state", "_held", "_issued", "_sent"):
+            found.__dict__.pop(name, None)
+        found.solution, found.assignment = solution, self.space.assignment(solution.options)
+        return found
 
     @functools.cached_property
     def state(self) -> State:

@@ -61,14 +61,15 @@ def read(captured: Captured, dim: int = 0) -> Operators:
 
 @collecting_later()
 def make_program(
-    setting: Setting, mesh: Mesh, pins: Pins, budget: float = float("inf")
+    setting: Setting, mesh: Mesh, pins: Pins, budget: float = float("inf"), in_flight: float = 1.0
 ) -> tuple[Space, Program]:
-    """The space of one mesh and its integer program, for at most ``budget`` bytes a device."""
+    """The space of one mesh and its integer program, for at most ``budget`` bytes a device with the activations of so
+    many micro-batches ``in_flight``."""
     captured, operators = setting.captured, setting.operators
     space, prices = build_space(captured, operators, mesh, pins), Prices(setting.cluster, mesh)
     program = price(
         space, captured, operators, prices, setting.optimizer, budget, setting.recompute, pins.micro_batches,
-        setting.compiled,
+        setting.compiled, in_flight,
     )  # fmt: skip
     return space, program
 

@@ -8,10 +8,11 @@ import numpy as np
 
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Mesh
+from autopar.solver.estimate import in_flight
 from autopar.solver.pipeline import Pipeline
-from autopar.solver.program import solve
+from autopar.solver.program import Program, solve
 from autopar.solver.setting import Setting
-from autopar.solver.space import Pins
+from autopar.solver.space import Pins, Space
 from autopar.solver.spmd import Solved, account, make_program
 
 
@@ -31,7 +32,7 @@ class Task:
         """
         times = 1 if self.pipeline is None else self.pipeline.pp
         limit = np.inf if np.isinf(budget) else budget * times
-        space, program = make_program(self.setting, mesh, pins)
+        space, program = self._program(mesh, pins)
         while True:
             solution = solve(replace(program, budget=limit))
             if solution is None:
@@ -44,7 +45,7 @@ class Task:
     def least_memory(self, mesh: Mesh, pins: Pins) -> tuple[float, Solved | None]:
         """Bytes a device for which `solve` finds an assignment on ``mesh``, about the fewest, and that assignment; inf
         and None if there is none."""
-        space, program = make_program(self.setting, mesh, pins)
+        space, program = self._program(mesh, pins)
         # Only bytes count; where there is no way between two layouts there still is none.
         pairs = zip(program.seconds, program.memory, strict=True)
         program.seconds = [np.where(np.isfinite(s), m * 1e-9, s) for s, m in pairs]
@@ -56,6 +57,14 @@ class Task:
         if self.pipeline is not None:
             return solved.peak_memory, solved
         return max(solution.memory, solved.peak_memory), solved
+
+    def _program(self, mesh: Mesh, pins: Pins) -> tuple[Space, Program]:
+        """The program, which counts as many micro-batches in flight as the fullest rank of a pipeline holds."""
+        line, held = self.pipeline, 1.0
+        if line is not None:
+            chunks = len(line.stages) // line.pp
+            held = float(in_flight(line.schedule, line.pp, chunks, pins.micro_batches).max())
+        return make_program(self.setting, mesh, pins, in_flight=held)
 
     def _account(self, assignment: Assignment, pins: Pins) -> Solved:
         """What an assignment costs, of a whole step on a mesh or of a pipeline of such meshes."""
