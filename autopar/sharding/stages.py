@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 #: Module paths by stage.
 Stages = Sequence[Sequence[str]]
 
 
+@functools.lru_cache(maxsize=32)
+def _places(stages: tuple[tuple[str, ...], ...]) -> dict[str, int]:
+    """The stage of every path; of one that several have, the first."""
+    return {path: s for s, names in reversed(list(enumerate(stages))) for path in names}
+
+
 def stage_of(module: str, stages: Stages) -> int | None:
     """The stage of a module: that of the longest path in ``stages`` that it lies in; None if there is none."""
-    parts = module.split(".")
-    paths = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    return next((s for path in paths for s, names in enumerate(stages) if path in names), None)
+    places = _places(tuple(map(tuple, stages)))
+    while module not in places:
+        if "." not in module:
+            return None
+        module = module.rpartition(".")[0]
+    return places[module]
 
 
 def homes(names: Iterable[str], stages: Stages) -> frozenset[int]:

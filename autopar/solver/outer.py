@@ -45,6 +45,9 @@ DEGREES_SOLVED, VARIANTS_SOLVED = 8, 8
 #: How many candidates of one degree are solved until one fits, and how many to find the one that needs least.
 TRIES, SMALLEST_SOLVED = 4, 8
 
+#: Candidates that are estimated to take this much longer than the best plan so far are not solved.
+WORTH = 1.1
+
 #: A plan that an ordinary training loop runs (no pipeline) is taken unless a pipeline saves more than this.
 ORDINARY = 0.02
 
@@ -228,7 +231,7 @@ class Solver:
         done: set[Degrees] = set()
         for _ in range(DEGREES_SOLVED):
             rest = sorted((e for e in every if e.candidate.degrees not in done), key=self._corrected)
-            if not rest or self._late():
+            if not rest or self._late() or not self._worth(rest[0]):
                 break
             degrees = rest[0].candidate.degrees
             done.add(degrees)
@@ -239,11 +242,15 @@ class Solver:
         group = sorted((e for e in every if e.candidate.degrees == degrees), key=self._corrected)
         untried = [e for e in group if (e.candidate, e.recompute) not in self.tried and e.memory <= self.frame.budget]
         for e in untried[:VARIANTS_SOLVED]:
-            if not self._late():
+            if not self._late() and self._worth(e):
                 self.solve(e)
         best = self.best()
         if best.candidate.zero and self.frame.hints.zero is None and best.pipeline is None and not self._late():
             self.solve(replace(best.estimate, candidate=replace(best.candidate, zero=None)))
+
+    def _worth(self, e: Estimate) -> bool:
+        """Whether a candidate may still be the best, for all that estimates are wrong by."""
+        return not self.found or self._corrected(e)[0] <= WORTH * self.best().solved.step_time
 
     def _corrected(self, e: Estimate) -> tuple[float, float]:
         """The seconds that were estimated, times what the last one of its kind was wrong by, and its bytes."""
