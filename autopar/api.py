@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -20,7 +23,7 @@ from autopar.arguments import (
     refuse_optimizers,
 )
 from autopar.cluster import Cluster
-from autopar.errors import InputError
+from autopar.errors import HintError, InfeasibleError, InputError
 from autopar.hints import Hints, check_hints
 from autopar.integrations.answers import answering
 from autopar.plan import Plan
@@ -91,12 +94,15 @@ def parallelize(
     example_inputs: ExampleInputs | None = None,
     inputs: Literal["global", "local"] = "global",
     weights: str | os.PathLike[str] | None = None,
+    search_seconds: float | None = None,
     compile: bool = False,
 ) -> ParallelModule:
     """Split ``model`` over all ranks of this run and return the module to train with.
 
     Under torchrun the process group is made if there is none, and ``cluster`` is detected. Without ``plan`` rank 0
-    plans and all ranks take its plan. The model itself is not changed. A model on the meta device is filled from
+    plans (for ``search_seconds`` at most, as `plan`) and all ranks take its plan: one without a pipeline, which an
+    ordinary loop can run, unless hints ask for a pipeline or nothing else fits. The model itself is not changed. A
+    model on the meta device is filled from
     ``weights``, a directory that ``save_pretrained`` wrote, of which every rank reads its own pieces, or without it
     initialised as it initialises itself, bit for bit as in one process. Every rank passes the same global batch to the
     module; with ``inputs="local"`` its own part along dim 0, as a sampler over ``data_rank`` of ``data_world_size``
@@ -116,7 +122,9 @@ def parallelize(
             check_compiler(device_type())
         refuse_optimizers(model)
         if plan is None:
-            plan = _plan_together(model, cluster, workload, hints, example_inputs, compile)
+            plan = _plan_together(
+                model, cluster, workload, hints or Hints(), example_inputs, search_seconds, compile
+            )
         check_ranks(plan, model)
         check_plan(plan, model)
         fill = None
@@ -167,18 +175,24 @@ def _plan_together(
     model: nn.Module,
     cluster: Cluster | str | None,
     workload: Workload | None,
-    hints: Hints | None,
+    hints: Hints,
     example_inputs: ExampleInputs | None,
+    search_seconds: float | None,
     compile: bool,
 ) -> Plan:
     """Rank 0 plans, everybody takes its plan; if it fails, everybody raises its error."""
+
+    def find(some: Hints) -> Plan:
+        where = cluster if cluster is not None else Cluster.detect()
+        return plan(
+            model, where, workload=workload, hints=some, example_inputs=example_inputs, search_seconds=search_seconds,
+            compile=compile,
+        )  # fmt: skip
+
     found: Plan | Exception | None = None
     if dist.get_rank() == 0:
         try:
-            where = cluster if cluster is not None else Cluster.detect()
-            found = plan(
-                model, where, workload=workload, hints=hints, example_inputs=example_inputs, compile=compile
-            )
+            found = _ordinary(find, hints)
         except Exception as error:
             found = error
     found = agree(found)
@@ -186,3 +200,12 @@ def _plan_together(
         raise found
     assert found is not None
     return found
+
+
+def _ordinary(find: Callable[[Hints], Plan], hints: Hints) -> Plan:
+    """A plan that an ordinary training loop, which cannot run a pipeline, runs, unless hints ask for one or nothing
+    else fits."""
+    if hints.pp is None:
+        with contextlib.suppress(InfeasibleError, HintError):
+            return find(replace(hints, pp=1))
+    return find(hints)

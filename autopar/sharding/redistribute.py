@@ -129,11 +129,17 @@ def _charge(step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int) -> fl
     return START_BYTES + {"all_reduce": 2.0, "all_to_all": 1.0 / n}.get(step.kind, 1.0) * volume
 
 
+def _moving(source: Layout, target: Layout, mesh: Mesh) -> frozenset[str]:
+    """The axes of more than one rank, and those that the layouts name all the same."""
+    named = (*source.split_axes, *target.split_axes, *(axis for axis, _ in (*source.partial, *target.partial)))
+    return frozenset((*(axis for axis, n in mesh.axes if n > 1), *named))
+
+
 def _involved(source: Layout, target: Layout, mesh: Mesh) -> frozenset[str]:
     """The axes on which a path is sought. On three and more there are thousands of layouts on the way, so then those
     that split a dim which differs, or over which something else is owed: a detour by any other moves as many bytes."""
     if sum(n > 1 for n in mesh.sizes) < 3:
-        return frozenset(mesh.names)
+        return _moving(source, target, mesh)
     split = [axis for a, b in zip(source.dims, target.dims, strict=True) if a != b for axis in (*a, *b)]
     return frozenset((*split, *(axis for axis, _ in set(source.partial) ^ set(target.partial))))
 
@@ -180,7 +186,7 @@ def redistribution(
     scattered = tuple(axis for axis, _ in source.partial if axis in target.split_axes) if joint_axes(mesh) else ()
     paths = _paths_from(source, mesh, tuple(shape), itemsize, scattered, _involved(source, target, mesh))
     if target not in paths:
-        paths = _paths_from(source, mesh, tuple(shape), itemsize, scattered, frozenset(mesh.names))
+        paths = _paths_from(source, mesh, tuple(shape), itemsize, scattered, _moving(source, target, mesh))
     if target not in paths:
         return None
     steps: list[Step] = []
