@@ -88,7 +88,10 @@ def _backward(
         _run(stage.input, values, received | saved, _kinds(stage.between, ACTIVATIONS)),
         _run(stage.weight, values, _kinds(left, ACTIVATIONS), sums),
         _run(stage.finish, values, {}, {}),
-        *(_bytes(values, names) for names in (stage.saved, left, ends, once)),
+        _bytes(values, stage.saved),
+        _bytes(values, left),
+        _bytes(values, ends),
+        _bytes(values, once),
     )
 
 
