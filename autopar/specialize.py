@@ -27,15 +27,13 @@ from autopar.runtime.program import Makers, Specialization, StepProgram, emit
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.axes import BATCH_AXES, degree
 from autopar.sharding.layout import Layout, Mesh
-from autopar.sharding.microbatch import WHOLE, Place, micro_batched
 from autopar.sharding.operators import Operators, value_of
 from autopar.sharding.stages import homes
-from autopar.sharding.zero import Keeping
 from autopar.solver.carry import keepings, plan_pins
+from autopar.solver.microbatches import in_micro_batches, rows, split_inputs
 from autopar.solver.pipeline import Stages, balanced, costs
 from autopar.solver.program import solve
 from autopar.solver.setting import Setting
-from autopar.solver.space import output_values
 from autopar.solver.spmd import make_program, read
 from autopar.workload import Precision, Workload
 
@@ -149,9 +147,8 @@ def specialize_step(
     kept = keepings(captured, assignment, plan)
     split = frozenset(captured.inputs)
     if count > 1:
-        rows = _rows(captured)
-        split = frozenset(node for node, size in rows.items() if size == max(rows.values()))
-        assignment = _in_micro_batches(captured, operators, assignment, count, split, kept)
+        split = split_inputs(captured)
+        assignment = in_micro_batches(captured, operators, assignment, count, split, kept)
     emitted = shard(captured, operators, assignment)
     recompute.tag(emitted, operators, plan.recompute)
     zero.keep(emitted.module.graph, {name: keeping.copy for name, keeping in kept.items()})
@@ -175,28 +172,6 @@ def _stage_units(model: nn.Module, plan: Plan, captured: Captured, operators: Op
     return balanced(costs(captured, operators, Cluster.from_dict(plan.cluster)), len(plan.stages))
 
 
-def _in_micro_batches(
-    captured: Captured,
-    operators: Operators,
-    assignment: Assignment,
-    count: int,
-    split: frozenset[fx.Node],
-    kept: Mapping[str, Keeping],
-) -> Assignment:
-    """``assignment`` over ``count`` micro-batches, which sum up gradients and numbers."""
-    gradients = [p for p in captured.parameters if p.gradient is not None]
-    each = [i for i, p in enumerate(gradients) if kept[p.name].gradient == "micro-batch"]
-    outputs = output_values(captured)
-    return micro_batched(
-        operators,
-        assignment,
-        count,
-        {node: Place(dim=0) for node in captured.inputs if node in split},
-        [(value, WHOLE if backward or not operators.specs[value].shape else None) for value, backward in outputs],
-        reduced_each=[len(captured.outputs) + i for i in each],
-    )
-
-
 def _loss(captured: Captured) -> int:
     """The place of the one output that carries a gradient; InputError unless that is a number."""
     found = [i for i, o in enumerate(captured.outputs) if o.tangent is not None]
@@ -211,17 +186,12 @@ def _loss(captured: Captured) -> int:
     )
 
 
-def _rows(captured: Captured) -> dict[fx.Node, int]:
-    """The inputs that have a batch dim, and their size there."""
-    return {n: int(n.meta["val"].shape[0]) for n in captured.inputs if n.meta["val"].dim() > 0}
-
-
 def _count(plan: Plan, captured: Captured) -> int:
     """Into how many micro-batches a batch is cut: the plan's, or for a batch of another size as many as keep them at
     most as large as the plan's and divide it, over the data axis too if there is such a number."""
     if plan.num_micro_batches == 1:
         return 1
-    batch, dp = max(_rows(captured).values(), default=1), plan.degrees["dp"]
+    batch, dp = max(rows(captured).values(), default=1), plan.degrees["dp"]
     least = math.ceil(batch / (plan.micro_batch_size * dp))
     counts = [count for count in range(least, batch + 1) if batch % count == 0]
     return next((count for count in counts if batch % (count * dp) == 0), counts[0])
