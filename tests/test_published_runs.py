@@ -23,7 +23,7 @@ from published.families import family_of  # noqa: E402
 from published.models import batch, build, is_gated, shape_of  # noqa: E402
 from published.plans import NotCovered, configurations, divides, hints_of, stages  # noqa: E402
 from published.predict import Prediction, Predictor  # noqa: E402
-from published.price import Running, as_run, keep_sequence_whole  # noqa: E402
+from published.price import Running, as_run, keep_tokens_whole  # noqa: E402
 from published.report import figures, text  # noqa: E402
 from published.rows import Row, read_rows  # noqa: E402
 
@@ -167,7 +167,10 @@ def test_frameworks_overlap_what_they_say(rows: dict[str, Row]) -> None:
     steps = script(None, 1, 1, 2)
 
     def seconds(tp_overlap: bool, dp_overlap: bool) -> float:
-        running = Running(True, True, tp_overlap, False, dp_overlap, True)
+        running = Running(
+            compiled=True, sequence_parallel=True, tp_overlap=tp_overlap, cp_overlap=False, dp_overlap=dp_overlap,
+            p2p_overlap=True, fused_optimizer=True,
+        )  # fmt: skip
         return simulate_step(as_run(timing, running, c), steps).seconds
 
     assert seconds(False, False) == pytest.approx(4 + 2 * (2 + 1 + 3) + 9 + 0.5)
@@ -175,8 +178,34 @@ def test_frameworks_overlap_what_they_say(rows: dict[str, Row]) -> None:
     assert seconds(False, True) == pytest.approx((4 - 2) + 2 * (2 + 1 + 3) + (9 - 3) + 0.5)
 
 
-def test_without_sequence_parallelism_nothing_splits_the_sequence_over_tp() -> None:
-    """Every option that is left keeps it whole over tp; with it some option splits it."""
+def test_what_stages_send_is_waited_for_without_overlap(rows: dict[str, Row]) -> None:
+    """Two stages of 1 s forward and 2 s backward, 0.8 s between them over tp=4 ranks that each have all of it and send
+    a quarter, 2 micro-batches, 1F1B. Overlapped, only the ramp sees it: 3 x (1 + 2) + 2 x 0.2, as on paper. Not
+    overlapped the first rank also sends its second forward, and the second rank its first backward, before going on.
+    """
+    programs = tuple((Repeated(1, (Task("compute", seconds),)),) for seconds in (0.0, 1.0, 2.0))
+    timing = Timing(
+        programs=programs, actions={"begin": (0, 0), "F": (1, 1), "B": (2, 2), "end": (0, 0)},
+        up=(0.8, 0.0), down=(0.0, 0.8), shared=(0.0, 0.0), optimizer=(0.0, 0.0), overlap_rate=1.0,
+    )  # fmt: skip
+    row = _changed(rows["korthikanti-1a"], tp=4, pp=2, n_gpus=8, micro_batch=1, global_batch=2, schedule="1F1B", vpp=1)
+    (c,) = configurations(row, family_of(row))
+    steps = script("1f1b", 2, 2, 2)
+
+    def seconds(p2p_overlap: bool) -> float:
+        running = Running(
+            compiled=True, sequence_parallel=False, tp_overlap=False, cp_overlap=False, dp_overlap=False,
+            p2p_overlap=p2p_overlap, fused_optimizer=True,
+        )  # fmt: skip
+        return simulate_step(as_run(timing, running, c), steps).seconds
+
+    assert seconds(True) == pytest.approx(3 * (1 + 2) + 2 * 0.2)
+    # the second rank begins at 1.2 and ends a forward at 2.2, a backward at 4.4 with what it sends, then 5.4 and 7.6
+    assert seconds(False) == pytest.approx(7.6 + 2)
+
+
+def test_without_sequence_parallelism_nothing_splits_tokens_over_tp() -> None:
+    """Every option that is left keeps batch and sequence whole over tp; before some option splits them."""
     shape = shape_of(_small(), gated=False, written_out=True, dropout=0.1)
     captured = capture_batch(build(shape), (), batch(4, 64))
     operators = read(captured)
@@ -184,14 +213,15 @@ def test_without_sequence_parallelism_nothing_splits_the_sequence_over_tp() -> N
 
     def splitting(space: Space) -> int:
         return sum(
-            bool(space.decisions[d].allowed[k]) and strategy[1].factor in operators.sequence.factors[node]
+            bool(space.decisions[d].allowed[k])
+            and strategy[1].factor in operators.sequence.factors[node] | operators.batch_factors[node]
             for node, (d, strategies) in space.of_node.items()
             for k, strategy in enumerate(strategies)
         )
 
     space = build_space(captured, operators, mesh, Pins())
     assert splitting(space) > 0
-    keep_sequence_whole(space, operators)
+    keep_tokens_whole(space, operators)
     assert splitting(space) == 0
     assert all(d.allowed.any() for d in space.decisions)
 

@@ -31,6 +31,7 @@ class Family:
     tp_overlap: bool
     cp_overlap: bool
     dp_overlap: bool
+    p2p_overlap: bool
     fused_optimizer: bool
     attention_level: float
     attention_kernels: Mapping[str, str]

@@ -98,7 +98,13 @@ def running_of(row: Row, family: Family) -> Running:
     tp_overlap = overlapped if "tp_comm_overlap" in says or overlapped else family.tp_overlap
     whole = family.sequence_parallel if row.sequence_parallel is None else row.sequence_parallel == "y"
     return Running(
-        family.fused, whole, tp_overlap, family.cp_overlap, family.dp_overlap, family.fused_optimizer
+        compiled=family.fused,
+        sequence_parallel=whole,
+        tp_overlap=tp_overlap,
+        cp_overlap=family.cp_overlap,
+        dp_overlap=family.dp_overlap,
+        p2p_overlap=family.p2p_overlap,
+        fused_optimizer=family.fused_optimizer,
     )
 
 

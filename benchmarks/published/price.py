@@ -6,6 +6,8 @@ What a framework does otherwise than autopar's runtime is put into the timing of
   ranks, of which one is exposed (the others travel beside the products or the attention that make or use them);
 * with data parallelism overlapped, what is gathered first and reduced last in a step hides behind the first forward and
   the last backward, but for that of the last buckets;
+* without overlap between pipeline stages what travels between them is waited for after every action; ranks of tp send a
+  part each, also where all of them have the whole (Narayanan et al., arXiv:2104.04473, section 4.1);
 * a fused optimizer passes once over its state, where torch's default makes a pass for every elementary operation.
 """
 
@@ -52,13 +54,15 @@ DATA_STREAMS = (DATA_AXIS, REPLICATE_AXIS)
 @dataclass(frozen=True)
 class Running:
     """What a framework does: ``compiled`` kernels, Megatron's ``sequence_parallel``, and whether collectives over tp,
-    over cp, and those of data parallelism at the ends of a step are overlapped; and a ``fused_optimizer``."""
+    over cp, those of data parallelism at the ends of a step, and what travels between pipeline stages are overlapped;
+    and a ``fused_optimizer``."""
 
     compiled: bool
     sequence_parallel: bool
     tp_overlap: bool
     cp_overlap: bool
     dp_overlap: bool
+    p2p_overlap: bool
     fused_optimizer: bool
 
 
@@ -88,7 +92,7 @@ def price_configuration(
     pins = replace(hint_pins(captured, hints), micro_batches=c.micro_batches)
     space = build_space(captured, operators, mesh, pins)
     if not running.sequence_parallel and c.tp > 1:
-        keep_sequence_whole(space, operators)
+        keep_tokens_whole(space, operators)
     prices = Prices(cluster, mesh)
     program = price(
         space, captured, operators, prices, optimizer, float("inf"), c.recompute, c.micro_batches, running.compiled
@@ -111,10 +115,9 @@ def price_configuration(
     return Priced(simulated.seconds, simulated.breakdown, memory)
 
 
-def keep_sequence_whole(space: Space, operators: Operators) -> None:
-    """Forbid what splits the sequence over tp, as Megatron without sequence parallelism does not."""
-    at = space.mesh.names.index(TENSOR_AXIS)
-    factors, dims = operators.sequence.factors, operators.sequence.dims
+def keep_tokens_whole(space: Space, operators: Operators) -> None:
+    """Forbid what splits batch or sequence over tp, as Megatron without sequence parallelism does not."""
+    at, sequence = space.mesh.names.index(TENSOR_AXIS), operators.sequence
 
     def forbid(decision: int, option: int) -> None:
         allowed = space.decisions[decision].allowed
@@ -129,11 +132,11 @@ def keep_sequence_whole(space: Space, operators: Operators) -> None:
 
     for node, (decision, strategies) in space.of_node.items():
         for k, strategy in enumerate(strategies):
-            if splits(strategy, factors[node]):
+            if splits(strategy, operators.batch_factors[node] | sequence.factors[node]):
                 forbid(decision, k)
     for key, (decision, options) in space.of_alias.items():
         for k, layout in enumerate(options):
-            if cuts(layout, dims[key.value]):
+            if cuts(layout, operators.batch_dims.get(key.value, frozenset()) | sequence.dims[key.value]):
                 forbid(decision, k)
 
 
@@ -149,7 +152,25 @@ def as_run(timing: Timing, running: Running, c: Configuration) -> Timing:
                 programs[place] = _hidden(programs[place], hidden * c.chunks)
         for place in dict.fromkeys(timing.actions.get("B", ())):  # hybrid ZeRO reduces across its groups block by block
             programs[place] = _hidden(programs[place], _compute(programs[place]), (REPLICATE_AXIS,))
-    return replace(timing, programs=tuple(programs))
+    parts = 1 if running.sequence_parallel else c.tp
+    up, down = (tuple(seconds / parts for seconds in sent) for sent in (timing.up, timing.down))
+    timing = replace(timing, programs=tuple(programs), up=up, down=down)
+    return timing if running.p2p_overlap or c.pp == 1 else _waiting(timing)
+
+
+def _waiting(timing: Timing) -> Timing:
+    """The timing with what an action sends as its own last task, which nobody has to wait for any more."""
+    programs, actions = list(timing.programs), dict(timing.actions)
+    for kind, sent in (("F", timing.up), ("B", timing.down), ("I", timing.down)):
+        if kind in actions:
+            places = []
+            for place, seconds in zip(actions[kind], sent, strict=True):
+                last = (Task(COMPUTE, 0.0, after=(1,)), Task("pp", seconds, after=(1,)))
+                programs.append((*programs[place], Repeated(1, last)))
+                places.append(len(programs) - 1)
+            actions[kind] = tuple(places)
+    nothing = tuple(0.0 for _ in timing.up)
+    return replace(timing, programs=tuple(programs), actions=actions, up=nothing, down=nothing)
 
 
 def _scaled(program: Program, share: Callable[[Task], float]) -> Program:
