@@ -284,6 +284,20 @@ def test_hints_that_contradict_each_other() -> None:
     check(error, what="tp=3 does not divide a cluster of 4", expected="1, 2, 4")
 
 
+def test_degrees_that_the_batch_or_the_sequence_does_not_have() -> None:
+    """A batch smaller than dp, and a sequence that cp does not divide: both sizes are named."""
+    error = raised(HintError, lambda: plan(hints=Hints(dp=4), workload=Workload(global_batch=2, seq_len=8)))
+    check(error, what="dp=4 leaves ranks without a sample", expected="dp of at most 2", found="global_batch=2",
+          change="dp of at most 2, or a larger global_batch")  # fmt: skip
+    error = raised(HintError, lambda: plan(hints=Hints(cp=2), workload=Workload(global_batch=4, seq_len=7)))
+    check(error, what="cp=2 does not divide the sequence", expected="that 2 divides", found="seq_len=7",
+          change="cp that divides 7, or pad")  # fmt: skip
+    fixed = Hints(pp=1, cp=1, tp=1)  # which leaves dp=4
+    error = raised(HintError, lambda: plan(hints=fixed, workload=Workload(global_batch=2, seq_len=8)))
+    check(error, what="cannot be kept together", found="cp=1, tp=1 and pp=1 cannot be kept together; without any one",
+          change="drop a hint")  # fmt: skip
+
+
 # ---- memory ----
 
 

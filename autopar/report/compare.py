@@ -84,7 +84,7 @@ def _times(measured: Measured) -> list[float]:
     """Seconds of steps; none if parts were measured."""
     if isinstance(measured, Mapping):
         return []
-    if isinstance(measured, Sequence) and not isinstance(measured, str):
+    if isinstance(measured, Sequence):
         if not measured:
             raise _bad("no step", "[]")
         return [_positive("a step", t) for t in measured]
