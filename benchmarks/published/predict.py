@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.capture.graph import Captured
@@ -20,6 +20,10 @@ from published.models import Shape, batch, build, is_gated, shape_of
 from published.plans import Configuration, NotCovered, check_covered, configurations, hints_of, workload_of
 from published.price import Priced, Running, price_configuration
 from published.rows import Row
+
+#: Where the source does not say what is recomputed and what is assumed needs so many times the memory of a device, it
+#: cannot have run: then everything is recomputed.
+IMPOSSIBLE = 1.5
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,11 @@ class Predictor:
         if cluster is None:
             raise NotCovered(f"there is no description of the hardware {row.hardware}")
         limit = cluster.device.memory_bytes / 2**30
-        found = [self._price(row, family, shape, c, with_kernels(cluster, family)) for c in configurations(row, family)]
-        fitting = [p for p in found if sum(p.memory.values()) / 2**30 <= limit] or found[:1]
+        device, choices = with_kernels(cluster, family), configurations(row, family)
+        found = [self._price(row, family, shape, c, device) for c in choices]
+        if row.recompute is None and min(map(_gib, found)) > IMPOSSIBLE * limit:
+            found = [self._price(row, family, shape, replace(c, recompute="full"), device) for c in choices]
+        fitting = [p for p in found if _gib(p) <= limit] or found[:1]
         best = min(fitting, key=lambda p: p.seconds)
         memory = {kind: nbytes / 2**30 for kind, nbytes in best.memory.items()}
         return Prediction(row, best.seconds, best.breakdown, sum(memory.values()), memory, limit)
@@ -89,6 +96,10 @@ class Predictor:
             captured = capture_batch(build(shape), (), inputs, precision=workload.precision)
             self._known = (key, captured, read(captured))
         return self._known[1:]
+
+
+def _gib(p: Priced) -> float:
+    return sum(p.memory.values()) / 2**30
 
 
 def running_of(row: Row, family: Family) -> Running:

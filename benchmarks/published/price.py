@@ -165,7 +165,8 @@ def _waiting(timing: Timing) -> Timing:
         if kind in actions:
             places = []
             for place, seconds in zip(actions[kind], sent, strict=True):
-                last = (Task(COMPUTE, 0.0, after=(1,)), Task("pp", seconds, after=(1,)))
+                done = Task(COMPUTE, 0.0, after=(1,) if programs[place] else ())
+                last = (done, Task("pp", seconds, after=(1,)))
                 programs.append((*programs[place], Repeated(1, last)))
                 places.append(len(programs) - 1)
             actions[kind] = tuple(places)
