@@ -86,8 +86,8 @@ def measured_compute(spec: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     else:
         found |= {"launch_overhead_us": overhead * 1e6}
     found["matmul_ramp_us"] = _ramp(device_from_spec(found), _DTYPES[main], budget) * 1e6
-    device = at_level(*zip(*products[main], strict=True), device_from_spec(found))
-    found["matmul_efficiency"] = device.matmul_efficiency
+    work, times = [w for w, _ in products[main]], [t for _, t in products[main]]
+    found["matmul_efficiency"] = at_level(work, times, device_from_spec(found)).matmul_efficiency
     found["attention"] = _attention_table(found, _DTYPES[main], budget)
     measured = [key for key in found if key not in ("source", "sources", "sustained") and found[key] != spec[key]]
     found["sources"] = {**spec.get("sources", {}), **dict.fromkeys(measured, "measured: Cluster.calibrate"),

@@ -93,7 +93,7 @@ def work_seconds(work: Sequence[Work], device: Device) -> Floats:
     for kind, seconds in (("matmul", _matmul_seconds), ("attention", _attention_seconds)):
         rows = np.flatnonzero(kinds == kind)
         if len(rows):
-            arithmetic[rows] = seconds([work[i] for i in rows], peaks[rows], device)
+            arithmetic[rows] = seconds([work[int(i)] for i in rows], peaks[rows], device)
     rest = kinds == "other"
     rate = peaks[rest] * device.matmul_efficiency * device.sustained
     arithmetic[rest] = _column(work, "flops")[rest] / rate

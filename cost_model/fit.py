@@ -56,7 +56,7 @@ def predict(sample: Sample, intra: Constants, inter: Constants | None) -> float:
 
 @functools.cache
 def _compiled(kind: str) -> Callable[..., float]:
-    return sympy.lambdify(SYMBOLS, FORMULAS[kind], "math")  # type: ignore[no-any-return]
+    return sympy.lambdify(SYMBOLS, FORMULAS[kind], "math")
 
 
 def log_errors(samples: Sequence[Sample], intra: Constants, inter: Constants | None = None) -> Array:

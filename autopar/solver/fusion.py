@@ -128,7 +128,7 @@ def _groups(operators: Operators) -> dict[fx.Node, int]:
     return {node: i for i, nodes in enumerate(nx.connected_components(graph)) for node in nodes}
 
 
-def _depths(operators: Operators, inlined: Collection[fx.Node]) -> dict[fx.Node, int]:
+def _depths(operators: Operators, inlined: set[fx.Node]) -> dict[fx.Node, int]:
     """How many kernels of other kinds come before an operator; for one that only inlined operators of its own block and
     direction read, before the first of these: it is computed where it is needed."""
     depth: dict[fx.Node, int] = {}
