@@ -69,18 +69,19 @@ def leave_one_out(
     return [apply(p, constants[p.row.source_family][p.row.hardware]) for p in usable], dict(constants)
 
 
-def model_flops(row: Row) -> float:
-    """FLOPs of a step without recomputation: 6 a weight of a matrix and token, and causal attention."""
+def hardware_flops(row: Row) -> float:
+    """FLOPs of a step: 6 a weight of a matrix and token, and causal attention; a third more with full recomputation."""
     family = family_of(row)
     shape = shape_of(row, gated=is_gated(row), written_out=family.written_out, dropout=0.0)
     length, tokens = row.seq_len or 0, (row.global_batch or 0) * (row.seq_len or 0)
     weights = shape.parameters - (0 if shape.tied else shape.vocab * shape.hidden)
-    return 6.0 * tokens * (weights + shape.layers * shape.hidden * length)
+    passes = 8.0 if (row.recompute or family.recompute) == "full" else 6.0
+    return passes * tokens * (weights + shape.layers * shape.hidden * length)
 
 
 def peer_seconds(row: Row, device: Device) -> float:
     """Seconds of a step at the peak of all devices: what the peer divides by its utilisation."""
-    return model_flops(row) / (row.n_gpus * device.peak_flops["fp16"])
+    return hardware_flops(row) / (row.n_gpus * device.peak_flops["fp16"])
 
 
 def peer(found: Iterable[Prediction]) -> list[Prediction]:
