@@ -50,7 +50,7 @@ def test_a_part_of_hints() -> None:
 
 
 @pytest.mark.parametrize("members", [{"tp"}, {"tp", "zero"}, {DOWN, UP}, {"memory_limit", "dp", DOWN}, set(NAMES)],
-                         ids=str)  # fmt: skip
+                         ids=["tp", "tp zero", "two shards", "limit dp shard", "all"])  # fmt: skip
 def test_the_one_conflict_is_found(members: set[str]) -> None:
     members = {name or field for field, name in (m if isinstance(m, tuple) else (m, "") for m in members)}
     found = conflict(MANY, forbids(members))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,7 +27,8 @@ from autopar.solver.program import Floats, solve
 from autopar.solver.setting import Setting
 from autopar.solver.space import Pins, output_values
 from autopar.solver.spmd import make_program
-from autopar.solver.staged import crossing, located, of_one_gradient, priced_once
+from autopar.solver.staged import crossing, located, of_one_gradient
+from autopar.solver.work import local_work
 
 #: What a tenth of the memory is worth to a lean replica, as a fraction of the time.
 LEAN = 0.01
@@ -69,6 +70,37 @@ class Profile:
         return self.forward + self.inputs + self.weights
 
 
+@dataclass
+class _Sorted:
+    """Things in a row: the place of each among those that differ, its unit, and its kind."""
+
+    place: list[int] = field(default_factory=list)
+    unit: list[int] = field(default_factory=list)
+    kind: list[int] = field(default_factory=list)
+
+    def by_unit(self, seconds: Floats, units: int, kinds: int) -> list[Floats]:
+        """Sums by unit, one array a kind, of the ``seconds`` of those that differ."""
+        if not self.place:
+            return [np.zeros(units) for _ in range(kinds)]
+        where = np.array(self.kind) * units + np.array(self.unit)
+        return list(np.bincount(where, seconds[self.place], kinds * units).reshape(kinds, units))
+
+
+@dataclass
+class _Calls(_Sorted):
+    """Operators; of those that differ in their call or strategy the ``first``."""
+
+    unique: dict[tuple[int, int], int] = field(default_factory=dict)
+    first: list[Operator] = field(default_factory=list)
+
+
+@dataclass
+class _Moves(_Sorted):
+    """Collectives; ``unique`` by kind, axis, bytes of the whole tensor, and whether that carries the batch."""
+
+    unique: dict[tuple[str, str, int, bool], int] = field(default_factory=dict)
+
+
 class Replica:
     """The solved program of one replica on cp x tp ranks; `profile` prices a micro-batch of it."""
 
@@ -101,7 +133,7 @@ class Replica:
         if solution is None or (solution.options == self.solution.options).all():
             return self
         found = copy.copy(self)
-        for name in ("state", "_held", "_issued", "_sent"):
+        for name in ("state", "_held", "_issued", "_calls", "_sent"):
             found.__dict__.pop(name, None)
         found.solution, found.assignment = solution, self.space.assignment(solution.options)
         return found
@@ -134,58 +166,81 @@ class Replica:
         return {mode: kept(self.operators, self.assignment, made_again(self.operators, mode)) for mode in MODES}
 
     @functools.cached_property
-    def _issued(self) -> list[tuple[Transfer, bool]]:
-        """The redistributions within the replica that are issued every micro-batch, with their direction; those of
-        parameters and of their gradients are left out: few, and once a step."""
-        return self._inner(transfers(self.operators, output_values(self.captured), self.assignment))
+    def _issued(self) -> dict[str, _Moves]:
+        """The redistributions within the replica that are issued every micro-batch, and those that every way to
+        recompute adds to them; what parameters and their gradients take is left out: little, and once a step."""
+        every = transfers(self.operators, output_values(self.captured), self.assignment)
+        again = {mode: self._moves(held.transfers.values()) for mode, held in self._held.items()}
+        return {"": self._moves(every), **again}
 
-    def _inner(self, every: Iterable[Transfer]) -> list[tuple[Transfer, bool]]:
+    def _moves(self, every: Iterable[Transfer]) -> _Moves:
         named = [(p.name, p.placeholder, p.gradient) for p in self.captured.parameters]
-        reader = Pieces(self.operators, self.mesh, named)
-        return [
-            (t, t.backward) for t in every if t.value not in reader.parameters and not any(reader.of(t))
-        ]
-
-    def _moved(self, every: Iterable[tuple[Transfer, bool]], micro_batches: int) -> tuple[Floats, Floats]:
-        """Seconds by unit of redistributions of a micro-batch in the forward and in the backward."""
-        found = np.zeros((2, len(self.row)))
-        for transfer, backward in every:
-            parts = micro_batches if self.operators.batch_dims[transfer.value] else 1
-            unit = self.at.get(transfer.value.node, 0)
+        reader, found = Pieces(self.operators, self.mesh, named), _Moves()
+        for transfer in every:
+            if transfer.value in reader.parameters or any(reader.of(transfer)):
+                continue
             for step in transfer.steps:
                 if step.kind not in LOCAL:
                     whole = whole_elements(step, self.mesh, transfer.spec.shape) * transfer.spec.dtype.itemsize
-                    found[int(backward), unit] += self.prices.collective_seconds(step.kind, step.axis, whole // parts)
-        return found[0], found[1]
+                    key = (step.kind, step.axis, whole, bool(self.operators.batch_dims[transfer.value]))
+                    found.place.append(found.unique.setdefault(key, len(found.unique)))
+                    found.unit.append(self.at.get(transfer.value.node, 0))
+                    found.kind.append(int(transfer.backward))
+        return found
 
-    def _worked(self, calls: Sequence[Operator], micro_batches: int, mode: str) -> Floats:
-        """Seconds of every call on a micro-batch; what runs once a step counts for one of them."""
-        if not calls:
-            return np.zeros(0)
+    def _moved(self, moves: _Moves, micro_batches: int) -> tuple[Floats, Floats]:
+        """Seconds by unit of redistributions of a micro-batch in the forward and in the backward."""
+        seconds = [
+            self.prices.collective_seconds(kind, axis, whole // (micro_batches if carries else 1))
+            for kind, axis, whole, carries in moves.unique
+        ]
+        forward, backward = moves.by_unit(np.array(seconds), len(self.row), 2)
+        return forward, backward
+
+    @functools.cached_property
+    def _calls(self) -> dict[str, _Calls]:
+        """All operators, as forward, backward of inputs and of weights; and those that every way to recompute makes
+        again."""
+        of_weights = of_one_gradient(self.captured, self.operators)
+
+        def kind(op: Operator) -> int:
+            return 0 if not op.backward else 2 if op.node in of_weights else 1
+
+        repeated = {mode: [self.operators.by_node[n] for n in held.operators] for mode, held in self._held.items()}
+        found = {"": self._called([(op, kind(op)) for op in self.operators])}
+        return found | {mode: self._called([(op, 0) for op in ops]) for mode, ops in repeated.items()}
+
+    def _called(self, every: Iterable[tuple[Operator, int]]) -> _Calls:
+        found = _Calls()
+        for op, kind in every:
+            key = (id(op.call), id(self.assignment.strategies[op.node]))
+            found.place.append(found.unique.setdefault(key, len(found.unique)))
+            if len(found.first) < len(found.unique):
+                found.first.append(op)
+            found.unit.append(self.at[op.node])
+            found.kind.append(kind)
+        return found
+
+    def _worked(self, calls: _Calls, micro_batches: int, mode: str) -> list[Floats]:
+        """Seconds by unit of calls on a micro-batch, by kind; what runs once a step counts for one of them."""
         again = made_again(self.operators, mode)
         fusion = fusion_of(self.operators, again) if self.setting.compiled else None
-        work, found = priced_once(calls, self.operators, self.assignment, micro_batches, fusion)
-        return self.prices.work_seconds(work)[found] / micro_batches
-
-    def _by_unit(self, calls: Sequence[Operator], seconds: Floats) -> Floats:
-        where = np.array([self.at[op.node] for op in calls], dtype=np.int64)
-        return np.bincount(where, seconds, len(self.row)).astype(np.float64)  # without calls it counts whole numbers
+        work = [
+            local_work(op, self.operators, self.mesh, self.assignment.strategies[op.node], micro_batches, fusion)
+            for op in calls.first
+        ]
+        seconds = self.prices.work_seconds(work) / micro_batches if work else np.zeros(0)
+        return calls.by_unit(seconds, len(self.row), 3)
 
     @functools.cache  # noqa: B019  as short-lived as the search
     def profile(self, samples: int) -> Profile:
         """What the units cost in micro-batches of ``samples``."""
         parts = self.batch // samples
-        calls = list(self.operators)
-        seconds = self._worked(calls, parts, MODES[0])
-        of_weights = of_one_gradient(self.captured, self.operators)
-        kinds = np.array([0 if not op.backward else 2 if op.node in of_weights else 1 for op in calls])
-        forward, inputs, weights = (self._by_unit(calls, np.where(kinds == k, seconds, 0.0)) for k in range(3))
-        moved = self._moved(self._issued, parts)
+        forward, inputs, weights = self._worked(self._calls[""], parts, MODES[0])
+        moved = self._moved(self._issued[""], parts)
         again, saved = {}, {}
         for mode, held in self._held.items():
-            repeated = [self.operators.by_node[node] for node in held.operators]
-            again[mode] = self._by_unit(repeated, self._worked(repeated, parts, mode))
-            again[mode] += sum(self._moved(self._inner(held.transfers.values()), parts))
+            again[mode] = self._worked(self._calls[mode], parts, mode)[0] + sum(self._moved(self._issued[mode], parts))
             saved[mode] = self._saved(held) / parts
         return Profile(forward + moved[0], inputs + moved[1], weights, again, saved, self._sent / parts)
 
