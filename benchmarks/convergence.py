@@ -157,11 +157,11 @@ def plot(curves: dict[str, list[float]], path: str) -> None:
     from matplotlib import pyplot
 
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 7))
-    for name, losses in curves.items():
-        above.plot(losses, label=name, linewidth=1)
+    for i, (name, losses) in enumerate(curves.items()):
+        above.plot(losses, color=f"C{i}", label=name, linewidth=1)
         if name != REFERENCE:
             off = [abs(a - b) / abs(b) for a, b in zip(losses, curves[REFERENCE], strict=True)]
-            below.semilogy([max(x, 1e-9) for x in off], label=name, linewidth=1)
+            below.semilogy([max(x, 1e-9) for x in off], color=f"C{i}", linewidth=1)
     above.set_ylabel("loss")
     below.set_ylabel("relative difference from one process")
     below.set_xlabel("step")

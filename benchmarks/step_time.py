@@ -6,8 +6,14 @@
 
 Every case starts its own Gloo processes. Both programs train the same Llama on the same batch; forward and backward of
 one are timed right after those of the other, in alternating order, from a barrier to the last rank's end. A ratio is
-the median over pairs of autopar's time over PyTorch's, with a bootstrap interval of 95 %; collectives are counted in
-one step of each, with the bytes of the whole tensors that they move. ``eager-1`` is the untouched model on one process.
+the median over pairs of autopar's time over PyTorch's, with a bootstrap interval of 95 %; ``cpu`` is the same of the
+CPU seconds that rank 0 takes, which other programs on the machine disturb less. Collectives are counted in one step of
+each, with the bytes of the whole tensors that they move, and messages between pipeline stages, those of all ranks.
+``eager-1`` is the untouched model on one process, ``-compiled`` are Inductor's programs of both.
+
+Where the batch is split, autopar issues one collective of two numbers that PyTorch's programs lack: the loss and the
+number of tokens that count in it. It returns the loss of the global batch, exact where ranks have different numbers of
+tokens; theirs return the loss of their own samples. A pipeline broadcasts the loss from its last stage.
 """
 
 from __future__ import annotations
@@ -20,7 +26,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +37,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -46,7 +54,7 @@ from autopar import Hints
 
 #: Large enough that a step is mostly matrix products, small enough that twenty pairs take a minute.
 LAYERS, HIDDEN, HEADS, VOCABULARY, SEQUENCE = 4, 256, 8, 1024, 128
-SAMPLES = 8
+SAMPLES, MICRO_BATCHES = 8, 8
 PAIRS, WARM_UP = 24, 3
 
 Step = Callable[[], Tensor]
@@ -155,6 +163,47 @@ def fsdp_tp(compiled: bool) -> tuple[nn.Module, Step]:
     return model, _step(model, _own(mesh["dp"]))
 
 
+class Piece(nn.Module):
+    """A stage of the model, cut by hand: ids [B, S] or hidden states [B, S, H] in, hidden states or logits out."""
+
+    def __init__(self, whole: LlamaForCausalLM, stage: int, stages: int) -> None:
+        super().__init__()
+        model, per_stage = whole.model, LAYERS // stages
+        self.embed = model.embed_tokens if stage == 0 else None
+        self.layers = model.layers[stage * per_stage : (stage + 1) * per_stage]
+        self.rotary = model.rotary_emb
+        self.norm, self.head = (model.norm, whole.lm_head) if stage == stages - 1 else (None, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One micro-batch."""
+        x = self.embed(x) if self.embed is not None else x
+        angles = self.rotary(x, torch.arange(x.shape[1])[None])
+        for layer in self.layers:
+            x = layer(x, position_embeddings=angles)
+        return self.head(self.norm(x)) if self.head is not None else x
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over all tokens but the first of each sample."""
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def pipeline(compiled: bool, *, kind: Any) -> tuple[nn.Module, Step]:
+    """`torch.distributed.pipelining` with a schedule of ``kind``, one stage a rank."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    model = Piece(llama(), rank, n)
+    stage = pipelining.PipelineStage(model, rank, n, torch.device("cpu"))
+    schedule = kind(stage, MICRO_BATCHES, loss_fn=next_token_loss)
+
+    def step() -> Tensor:
+        losses: list[Tensor] = []
+        given = (batch()["input_ids"],) if rank == 0 else ()
+        schedule.step(*given, target=batch()["labels"] if rank == n - 1 else None, losses=losses)
+        return n * torch.stack(losses).mean().detach() if losses else torch.zeros(())
+
+    return model, step
+
+
 # -- cases -------------------------------------------------------------------------------------------------------------
 
 
@@ -174,27 +223,40 @@ def cases() -> dict[str, Case]:
     for n in (2, 4):
         found[f"ddp-{n}"] = Case(n, ddp, Hints(dp=n, zero=0))
         found[f"fsdp-{n}"] = Case(n, fsdp, Hints(dp=n, zero=3))
+        keeps = partial(fsdp, reshard=False)
+        found[f"fsdp-no-reshard-{n}"] = Case(n, keeps, Hints(dp=n, zero=3, reshard_after_forward=False))
         found[f"tp-{n}"] = Case(n, tp, Hints(tp=n))
     found["fsdp-tp-4"] = Case(4, fsdp_tp, Hints(dp=2, tp=2, zero=3))
+    for n in (2, 4):
+        for name, kind in (("1f1b", pipelining.Schedule1F1B), ("gpipe", pipelining.ScheduleGPipe)):
+            hints = Hints(pp=n, schedule=name, micro_batch_size=SAMPLES // MICRO_BATCHES)
+            found[f"{name}-{n}"] = Case(n, partial(pipeline, kind=kind), hints)
+    for name in ("eager-1", "ddp-2", "fsdp-2", "tp-2"):
+        found[f"{name}-compiled"] = replace(found[name], compiled=True)
     return found
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one step, and the bytes of the whole tensors that they move."""
+    """Collectives of one step on the rank that has most, and the bytes of the whole tensors that they move; messages
+    from stage to stage and their bytes, of all ranks."""
 
     count: int
     bytes: int
+    sends: int
+    sent: int
 
 
 @dataclass(frozen=True)
 class Row:
-    """The ratio of a case with its interval, both median times in seconds, and what both communicate."""
+    """The ratio of a case with its interval, that of CPU seconds, both median times in seconds, and what both
+    communicate."""
 
     name: str
     ratio: float
     low: float
     high: float
+    cpu: float
     autopar_seconds: float
     by_hand_seconds: float
     autopar: Traffic
@@ -203,17 +265,22 @@ class Row:
 
 
 class _Count(TorchDispatchMode):
-    """Counts collectives, whichever way they are called."""
+    """Counts collectives and messages, whichever way they are called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count, self.bytes = 0, 0
+        self.count, self.bytes, self.sends, self.sent = 0, 0, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._schema.name
         space, _, operator = name.partition("::")
-        if space in ("c10d", "_c10d_functional") and "wait" not in operator and "barrier" not in operator:
+        if space not in ("c10d", "_c10d_functional"):
+            return out
+        if operator == "send":
+            self.sends += 1
+            self.sent += _nbytes(args)
+        elif not any(word in operator for word in ("wait", "barrier", "recv")):
             self.count += 1
             given, made = _nbytes(args), _nbytes(out)
             self.bytes += given if "reduce_scatter" in operator else max(made, given if "all_reduce" in operator else 0)
@@ -229,45 +296,50 @@ def _clear(model: nn.Module) -> None:
         p.grad = None
 
 
-def _timed(model: nn.Module, step: Step) -> float:
-    """Seconds of a forward and backward, until the last rank is done."""
+def _timed(model: nn.Module, step: Step) -> tuple[float, float]:
+    """Seconds of a forward and backward, until the last rank is done, and this rank's CPU seconds."""
     _clear(model)
     dist.barrier()
-    began = time.perf_counter()
+    began = time.perf_counter(), time.process_time()
     step()
+    busy = time.process_time() - began[1]
     dist.barrier()
-    return time.perf_counter() - began
+    return time.perf_counter() - began[0], busy
 
 
 def _traffic(model: nn.Module, step: Step) -> Traffic:
     _clear(model)
     with _Count() as counter:
         step()
-    return Traffic(counter.count, counter.bytes)
+    found = torch.tensor([counter.count, counter.bytes, counter.sends, counter.sent])
+    dist.all_reduce(found[:2], dist.ReduceOp.MAX)
+    dist.all_reduce(found[2:])
+    return Traffic(*found.tolist())
 
 
 def measure(name: str, case: Case) -> Row:
     """Time one case in this process group; every rank gets rank 0's row."""
     theirs, their_step = case.by_hand(case.compiled)
-    mine: Any = autopar.parallelize(llama(), hints=case.hints, example_inputs=batch())
+    mine: Any = autopar.parallelize(llama(), hints=case.hints, example_inputs=batch(), compile=case.compiled)
     own = batch()
-    my_step = _step(mine, own)
+    my_step = _step(mine, own) if mine.plan.schedule is None else lambda: mine.train_step(**own)
     losses = [float(step()) for step in (my_step, their_step)]
     for _ in range(WARM_UP):
         _timed(mine, my_step), _timed(theirs, their_step)
-    pairs = np.empty((PAIRS, 2))
+    pairs, busy = np.empty((2, PAIRS, 2))
     for i in range(PAIRS):
         order = ((0, mine, my_step), (1, theirs, their_step))
         for k, model, step in order if i % 2 == 0 else reversed(order):
-            pairs[i, k] = _timed(model, step)
+            pairs[i, k], busy[i, k] = _timed(model, step)
     counts = [_traffic(mine, my_step), _traffic(theirs, their_step)]
     _check(name, losses)
     ratios = pairs[:, 0] / pairs[:, 1]
     generator = np.random.default_rng(0)
     medians = np.median(generator.choice(ratios, (2000, PAIRS)), axis=1)
     low, high = np.quantile(medians, [0.025, 0.975])
+    cpu = float(np.median(busy[:, 0] / busy[:, 1]))
     seconds = np.median(pairs, axis=0)
-    return Row(name, float(np.median(ratios)), float(low), float(high), *map(float, seconds), *counts, PAIRS)
+    return Row(name, float(np.median(ratios)), float(low), float(high), cpu, *map(float, seconds), *counts, PAIRS)
 
 
 def _check(name: str, losses: list[float]) -> None:
@@ -301,19 +373,22 @@ def run(name: str) -> dict[str, Any]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """The table."""
-    table = Table("case", "ratio", "95 %", "autopar", "by hand", "collectives", "MiB")
+    table = Table("case", "ratio", "95 %", "cpu", "autopar", "by hand", "collectives", "MiB", "messages", "MiB")
     for row in rows:
         mine, theirs = row["autopar"], row["by_hand"]
         table.add_row(
             row["name"],
             f"{row['ratio']:.3f}",
             f"{row['low']:.3f} to {row['high']:.3f}",
+            f"{row['cpu']:.3f}",
             f"{row['autopar_seconds'] * 1e3:.0f} ms",
             f"{row['by_hand_seconds'] * 1e3:.0f} ms",
             f"{mine['count']} / {theirs['count']}",
             f"{mine['bytes'] / 2**20:.1f} / {theirs['bytes'] / 2**20:.1f}",
+            f"{mine['sends']} / {theirs['sends']}",
+            f"{mine['sent'] / 2**20:.1f} / {theirs['sent'] / 2**20:.1f}",
         )
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.passes.collectives import KINDS, WAIT
+from autopar.passes.collectives import KINDS, WAIT, aten
 from autopar.sharding.operators import VIEWS
 
 #: What runs a segment: takes its inputs, returns its outputs.
@@ -51,8 +51,10 @@ class _Segment:
 
 
 def _is_apart(node: fx.Node) -> bool:
-    """Whether a node stays in the outer graph."""
-    return node.op != "call_function" or node.target in KINDS or node.target is WAIT
+    """Whether a node stays in the outer graph: what is no computation, and what packs a bucket, whose operands are as
+    many as the model is deep, so that every depth would need a compilation of its own."""
+    packs = node.target is aten.cat.default and node.meta.get("piece") is not None
+    return node.op != "call_function" or node.target in KINDS or node.target is WAIT or packs
 
 
 def _segments(graph: fx.Graph) -> dict[fx.Node, _Segment]:

@@ -165,7 +165,7 @@ BAD = {
     "a schedule that is a number": (put("schedule", value=1), r"plan\.schedule is malformed[\s\S]*text"),
     "stages that are text": (put("stages", value=["model"]), r"plan\.stages\[0\] is malformed[\s\S]*a list"),
     "an unknown axis": (put("degrees", "ep", value=2), r"plan\.degrees is malformed"),
-    "groups of ZeRO that do not divide dp": (put("zero_group_size", value=3), r"zero_group_size is malformed[\s\S]*dp=4"),
+    "groups that do not divide dp": (put("zero_group_size", value=3), r"zero_group_size is malformed[\s\S]*dp=4"),
     "a group of ZeRO that is all of dp": (put("zero_group_size", value=4), r"zero_group_size is malformed"),
     "a degree of zero": (put("degrees", "tp", value=0), r"plan\.degrees is malformed"),
     "an unknown kind of ZeRO": (put("zero", value=4), r"plan\.zero is malformed[\s\S]*2 or 3"),
