@@ -409,7 +409,7 @@ def _check(plan: Plan) -> None:
         raise _bad("plan.timing", f"programs of {stages} stages, of tasks that wait for tasks before them", plan.timing)
     for decision in plan.decisions:
         if not (0 <= decision.chosen < len(decision.options) and RANGES.fullmatch(decision.blocks)):
-            raise _bad(f"plan.decisions of {decision.name}", "one of its options chosen, and ranges of blocks", decision)
+            raise _bad(f"plan.decisions of {decision.name}", "one of its options, and ranges of blocks", decision)
     for read, table in (
         (Cluster.from_dict, plan.cluster),
         (Workload.from_dict, plan.workload),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,7 +90,7 @@ def _solved(units: Units, ranks: Sequence[int], held: Floats, budget: float, eve
             one = model.new_int_var(0, whole[-1], "")
             model.add_element(cut, whole, one)
             at.append(one)
-        return [b - a for a, b in zip(at, at[1:], strict=False)]
+        return [b - a for a, b in itertools.pairwise(at)]
 
     loads = between(units.seconds, SCALE / max(units.seconds.sum(), 1e-30))
     most_of_rank, most_of_stage = model.new_int_var(0, 2 * SCALE, "rank"), model.new_int_var(0, 2 * SCALE, "stage")
