@@ -47,8 +47,8 @@ def state_bytes(numel: int, dtype: torch.dtype, optimizer: str, trained: bool = 
 @dataclass(frozen=True)
 class Share:
     """How many times its own bytes a parameter's collectives on the axes of the tokens move, together with the others
-    of a bucket: a gather or a reduce-scatter with its block, an all-reduce with the gradients that come before and after. On
-    other axes too few go the same way to count on a bucket.
+    of a bucket: a gather or a reduce-scatter with its block, an all-reduce with the gradients that come before and
+    after. On other axes too few go the same way to count on a bucket.
 
     A collective of X bytes takes f(X) seconds with f(X) / X falling, so f(m X) / m bounds a piece's part from below
     for every m that no bucket exceeds; where a whole block goes the same way it is that part.
