@@ -30,7 +30,7 @@ from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.operators import Operators, value_of
 from autopar.sharding.stages import homes
 from autopar.solver.carry import keepings, plan_pins
-from autopar.solver.microbatches import in_micro_batches, rows, split_inputs
+from autopar.solver.microbatches import in_micro_batches, loss_place, rows, split_inputs
 from autopar.solver.pipeline import Stages, balanced, costs
 from autopar.solver.program import solve
 from autopar.solver.setting import Setting
@@ -141,7 +141,7 @@ def specialize_step(
     if local:
         args, kwargs = widened(args, kwargs, plan.degrees["dp"])
     captured = captured or _capture_for(model, plan, args, kwargs, training)
-    loss, count = _loss(captured), _count(plan, captured)
+    loss, count = loss_place(captured), _count(plan, captured)
     found = _carry(plan, captured, local, count)
     operators, assignment = found.operators, found.assignment
     kept = keepings(captured, assignment, plan)
@@ -170,20 +170,6 @@ def _stage_units(model: nn.Module, plan: Plan, captured: Captured, operators: Op
     if is_for(plan, model):
         return plan.stages
     return balanced(costs(captured, operators, Cluster.from_dict(plan.cluster)), len(plan.stages))
-
-
-def _loss(captured: Captured) -> int:
-    """The place of the one output that carries a gradient; InputError unless that is a number."""
-    found = [i for i, o in enumerate(captured.outputs) if o.tangent is not None]
-    if len(found) == 1 and captured.outputs[found[0]].node.meta["val"].dim() == 0:
-        return found[0]
-    shapes = [str(tuple(captured.outputs[i].node.meta["val"].shape)) for i in found]
-    raise InputError(
-        "train_step needs a model that returns its loss",
-        expected="a scalar called loss, or one scalar with a gradient and nothing else with one",
-        found=f"gradients of outputs of shapes {', '.join(shapes)}" if shapes else "no output with a gradient",
-        change="pass labels in the batch, or take the loss outside: model(**batch), loss.backward()",
-    )
 
 
 def _count(plan: Plan, captured: Captured) -> int:

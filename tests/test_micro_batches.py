@@ -197,7 +197,7 @@ def test_a_loss_that_the_backward_reads() -> None:
 def test_a_size_that_does_not_divide(hints: Hints, found: str) -> None:
     with pytest.raises(HintError, match="does not divide the batch") as caught:
         autopar.plan(MODELS["llama"](), "cpu:4", hints=hints, example_inputs=batch())
-    assert caught.value.found == found
+    assert caught.value.found.startswith(found)  # then which hints are in conflict, where they are several
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])

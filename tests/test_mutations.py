@@ -330,7 +330,7 @@ def test_in_bfloat16() -> None:
     special = specialize(model, plan, (), batch)
     assert compare(model, special, (), batch).ok
     wrong = [(place, compare(model, mutant, (), batch).ok) for place, mutant in mutants(special, REMOVE_REDUCTION)]
-    assert len(wrong) >= 8
+    assert len(wrong) >= 7  # a loss and its count are one
     assert not [place for place, ok in wrong if ok]
     rounded = Mutation(lambda graph, node: node.op == "output", _coarse_output)
     (_, (_, coarse)) = mutants(special, rounded)

@@ -272,7 +272,7 @@ def test_the_cut_of_a_llama() -> None:
 
 def test_a_value_that_travels_further_goes_stage_by_stage() -> None:
     """The skip of a stack, and parameters that a stage reads and does not hold."""
-    _, found = program(STACK, 4, pp=4, micro_batch_size=2)
+    _, found = program(STACK, 4, pp=4, micro_batch_size=2, schedule="1f1b")
     sizes = [(len(stage.sends), len(stage.sends_back)) for stage in found.stages]
     assert all(up >= 2 for up, _ in sizes[:-1]) and all(down >= 2 for _, down in sizes[1:])
     for before, after in itertools.pairwise(found.stages):
@@ -322,8 +322,9 @@ def test_what_a_schedule_cannot_run_is_said_at_planning() -> None:
 
 
 def test_a_pipeline_is_filled_where_the_micro_batch_size_is_open() -> None:
-    plan, _, _ = planned(STACK, 2, pp=2)
-    assert plan.schedule == "1f1b" and plan.num_micro_batches == 8 and plan.micro_batch_size == 1
+    """A tiny model on fast devices waits for starts, not for a bubble: several micro-batches all the same."""
+    plan, _, _ = planned(STACK, 2, pp=2, schedule="1f1b")
+    assert plan.num_micro_batches >= 2 and plan.micro_batch_size * plan.num_micro_batches == 8
 
 
 # -- simulation --------------------------------------------------------------------------------------------------------

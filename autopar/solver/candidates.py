@@ -56,12 +56,13 @@ class Candidate:
 @dataclass(frozen=True)
 class Limits:
     """What a model can be cut into: its global ``batch`` and sequence, ``units`` in a row (`solver.pipeline`), and
-    whether its batch can be run in parts."""
+    whether its batch can be run in parts; hinted ``stages``, None if they are open."""
 
     batch: int
     sequence: int
     units: int
     parts: bool
+    stages: int | None = None
 
 
 def divisors(n: int) -> list[int]:
@@ -96,8 +97,10 @@ def _schedules(degrees: Degrees, hints: Hints, limits: Limits) -> Iterator[tuple
         return
     for schedule in [hints.schedule] if hints.schedule else [s for s in SCHEDULES if s not in DOMINATED]:
         chunks = ALL_SCHEDULES[schedule]
-        for count in CHUNKS if chunks is None else (chunks,):
-            if hints.stages is not None or degrees.pp * count <= limits.units:
+        able = CHUNKS if limits.stages is None else (limits.stages // degrees.pp,)
+        for count in able if chunks is None else (chunks,):
+            stages = degrees.pp * count
+            if stages <= limits.units if limits.stages is None else stages == limits.stages:
                 yield schedule, count
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from autopar.capture.graph import Captured
+from autopar.errors import InputError
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.microbatch import WHOLE, Place, micro_batched
 from autopar.sharding.operators import Operators
@@ -44,4 +45,18 @@ def in_micro_batches(
         {node: Place(dim=0) for node in captured.inputs if node in split},
         [(value, WHOLE if backward or not operators.specs[value].shape else None) for value, backward in outputs],
         reduced_each=[len(captured.outputs) + i for i in each],
+    )
+
+
+def loss_place(captured: Captured) -> int:
+    """The place of the one output that carries a gradient; InputError unless that is a number."""
+    found = [i for i, o in enumerate(captured.outputs) if o.tangent is not None]
+    if len(found) == 1 and captured.outputs[found[0]].node.meta["val"].dim() == 0:
+        return found[0]
+    shapes = [str(tuple(captured.outputs[i].node.meta["val"].shape)) for i in found]
+    raise InputError(
+        "train_step needs a model that returns its loss",
+        expected="a scalar called loss, or one scalar with a gradient and nothing else with one",
+        found=f"gradients of outputs of shapes {', '.join(shapes)}" if shapes else "no output with a gradient",
+        change="pass labels in the batch, or take the loss outside: model(**batch), loss.backward()",
     )

@@ -125,7 +125,9 @@ class Estimates:
     def degrees(self) -> dict[tuple[int, int], list[Degrees]]:
         """All degrees by those of a replica, (cp, tp), the fewest ranks first."""
         frame = self.frame
-        found = [d for d in all_degrees(frame.cluster, frame.hints, frame.limits) if keeps_hints(d, frame.hints)]
+        found = [d for d in all_degrees(frame.cluster, frame.hints, frame.limits) if keeps_shards(d, frame.hints)]
+        if frame.hints.zero:  # where a single data rank is all that is left there is nothing to shard
+            found = [d for d in found if d.dp * d.cp > 1] or found
         every = sorted(found, key=lambda d: (d.tp * d.cp, d.cp, d.pp))
         return {key: list(group) for key, group in itertools.groupby(every, key=lambda d: (d.cp, d.tp))}
 
@@ -195,11 +197,10 @@ class Estimates:
         return max(known, default=0.0) * self.frame.limits.batch / self.frame.cluster.size
 
 
-def keeps_hints(degrees: Degrees, hints: Hints) -> bool:
-    """Whether the axes that hints split something over have more than one rank."""
+def keeps_shards(degrees: Degrees, hints: Hints) -> bool:
+    """Whether the axes that hints split parameters over have more than one rank."""
     table = degrees.table()
-    split = {axis for dims in (hints.shard or {}).values() for axis in dims}
-    return all(table[axis] > 1 for axis in split) and (not hints.zero or degrees.dp * degrees.cp > 1)
+    return all(table[axis] > 1 for dims in (hints.shard or {}).values() for axis in dims)
 
 
 def pins_of(frame: Frame, c: Candidate) -> Pins:

@@ -123,7 +123,8 @@ def _tape(
     templates = _TEMPLATES.setdefault(operators, Templates())
     tape = write(short, whole, made_again(operators, setting.recompute), templates)
     keep(tape, {name: kept.copy for name, kept in keeping.items()})
-    results = [tape.results[i] for i, o in enumerate(captured.outputs) if o.tangent is not None or o.buffer is not None]
+    wanted = [i for i, o in enumerate(captured.outputs) if o.tangent is not None or o.buffer is not None]
+    results = [tape.results[i] for i in wanted or range(len(captured.outputs))]
     given = [tape.inputs[node] for node in captured.inputs if node in split]
     return tape, given, cut(tape, given, results)
 

@@ -18,16 +18,18 @@ from autopar.plan import Alternative, ParameterPlan, Plan
 from autopar.report.describe import describe_layers, describe_replicated
 from autopar.report.progress import Progress, progress
 from autopar.report.units import bytes_text
+from autopar.schedule import ALL_SCHEDULES, check_schedule, check_stages
 from autopar.sharding.axes import data_degree, state_axes, zero_group_size
 from autopar.sharding.layout import Layout
 from autopar.sharding.recompute import forward_blocks
 from autopar.sharding.zero import Zero
-from autopar.solver.candidates import Candidate, Limits
+from autopar.solver.candidates import Candidate, Limits, all_degrees
 from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.estimate import Estimate
+from autopar.solver.microbatches import loss_place
 from autopar.solver.outer import Estimates, Found, Frame, Solver, least_memory
 from autopar.solver.parts import runs_in_parts
-from autopar.solver.pipeline import units
+from autopar.solver.pipeline import hinted, units
 from autopar.solver.setting import Setting
 from autopar.solver.spmd import read
 from autopar.workload import Workload
@@ -75,7 +77,14 @@ def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: 
     check_recompute(setting.recompute, len(forward_blocks(operators)))
     row = units(captured, operators)
     batch = workload.global_batch or 1
-    limits = Limits(batch, workload.seq_len or 1, len(row), runs_in_parts(captured, operators, batch))
+    stages = None
+    if hints.stages is not None:
+        stages = len(hinted(row, hints.stages))
+        check_stages(hints.schedule or "1f1b", hints.pp or 1, stages)
+    parts = runs_in_parts(captured, operators, batch)
+    if not parts and hints.micro_batch_size is not None and hints.micro_batch_size < batch:
+        loss_place(captured)  # says what is wrong, if that is it
+    limits = Limits(batch, workload.seq_len or 1, len(row), parts, stages)
     budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
     return Frame(setting, hints, hint_pins(captured, hints), limits, budget)
 
@@ -208,13 +217,17 @@ def _alternative(c: Candidate, recompute: str, zero: int, seconds: float, memory
 def _cannot_be_kept(frame: Frame) -> HintError:
     """Which hints leave no candidate."""
     hints, batch = frame.hints, frame.limits.batch
-    if hints.micro_batch_size is not None and batch % ((hints.dp or 1) * hints.micro_batch_size):
+    size, ranks = hints.micro_batch_size, sorted({d.dp for d in all_degrees(frame.cluster, hints, frame.limits)})
+    if size is not None and ranks and all(batch % (dp * size) for dp in ranks):
         return HintError(
-            f"The hint micro_batch_size={hints.micro_batch_size} does not divide the batch.",
+            f"The hint micro_batch_size={size} does not divide the batch.",
             expected="a global batch of dp x micro_batch_size x a whole number of micro-batches",
-            found=f"a global batch of {batch}" + (f" and dp={hints.dp}" if hints.dp else ""),
+            found=f"a global batch of {batch}, and dp of {', '.join(map(str, ranks))}",
             change="choose a micro_batch_size that divides global_batch / dp, or another batch",
         )
+    if hints.schedule is not None and hints.pp is not None and size is not None and ranks:
+        stages = frame.limits.stages or hints.pp * (ALL_SCHEDULES[hints.schedule] or 2)
+        check_schedule(hints.schedule, hints.pp, stages, batch // (ranks[0] * size))
     return HintError(
         "the hints cannot be kept together",
         expected=f"a mesh pp x dp x cp x tp = {frame.cluster.size} on which hinted dims and the batch divide",

@@ -137,6 +137,8 @@ class SpaceBuilder:
         self.tuples: dict[int, tuple[Sequence[Layout], tuple[Layout, ...]]] = {}
         self.flows: dict[tuple[int, int, int, int, TensorSpec], int] = defaultdict(int)
         self.parameter_of = {p.placeholder: p for p in captured.parameters}
+        heavy = (value for op in operators if op.is_heavy for value in op.operands)
+        self.weights = {node for value in heavy if (node := self._seen_through_views(value)) in self.parameter_of}
         self.reduced_in = set(_reduction_casts(captured, operators))
 
     def build(self) -> Space:
@@ -178,8 +180,18 @@ class SpaceBuilder:
                 self.space.of_source[p.placeholder] = self.space.of_source[first]
             else:
                 options = self._storage_layouts(p)
-                d = self.space.new(p.name, self._open([self._may_rest(p, layout, options) for layout in options]))
+                allowed = self._open([self._may_rest(p, layout, options) for layout in options])
+                d = self.space.new(p.name, self._split_over_all(p, options, allowed))
                 self.space.of_source[p.placeholder] = (d, options)
+
+    def _split_over_all(self, p: Parameter, options: list[Layout], allowed: list[bool]) -> list[bool]:
+        """Of what is allowed, for a parameter that a heavy operator reads what splits it over as many axes other than
+        the data's as any option does: weights go over tp, as heavy operators split their factors."""
+        if p.placeholder not in self.weights or self.axes_split_all:
+            return allowed
+        over = [sum(axis not in STATE_AXES for axis in layout.split_axes) for layout in options]
+        most = max((n for n, ok in zip(over, allowed, strict=True) if ok), default=0)
+        return [ok and n == most for n, ok in zip(over, allowed, strict=True)]
 
     def _open(self, allowed: list[bool]) -> list[bool]:
         return allowed if self.pins.strict or any(allowed) else [True] * len(allowed)
@@ -345,10 +357,13 @@ class SpaceBuilder:
 
     def _is_weight(self, value: Value) -> bool:
         """Whether a value is a parameter, seen through views."""
+        return self._seen_through_views(value) in self.parameter_of
+
+    def _seen_through_views(self, value: Value) -> fx.Node:
         node = value.node
         while node in self.operators.by_node and self.operators.by_node[node].is_view:
             node = self.operators.by_node[node].operands[0].node
-        return node in self.parameter_of
+        return node
 
     def _decide(self, op: Operator) -> None:
         every = self._strategies(op)
