@@ -43,7 +43,7 @@ CONTEXT_TOKENS = 4096
 DEGREES_SOLVED, VARIANTS_SOLVED = 8, 8
 
 #: How many candidates of one degree are solved until one fits, and how many to find the one that needs least.
-TRIES, SMALLEST_SOLVED = 4, 8
+TRIES, SMALLEST_SOLVED = 4, 16
 
 #: Candidates that are estimated to take this much longer than the best plan so far are not solved.
 WORTH = 1.1
@@ -333,12 +333,17 @@ def _pipeline(frame: Frame, estimates: Estimates, e: Estimate) -> Pipeline | Non
     return Pipeline(d.pp, c.schedule, tuple(tuple(row[a:b]) for a, b in itertools.pairwise([*first, len(row)])))
 
 
-def least_memory(frame: Frame, estimates: Estimates) -> Found | None:
-    """The plan that needs the fewest bytes, of the candidates that are estimated to; None if none is possible."""
+def least_memory(frame: Frame, line: Progress) -> Found | None:
+    """The plan that needs the fewest bytes, of the candidates that are estimated to; None if none is possible. Which
+    those are does not depend on the budget, so that a limit that an error asks for is enough."""
+    estimates = Estimates(replace(frame, budget=0.0), line)
     every = [e for preferred in (True, False) for e in estimates.all(preferred=preferred, hopeless=True)]
-    smallest: dict[tuple[Degrees, bool], Estimate] = {}  # gradients of micro-batches are added up beside one another
+    # estimates do not tell apart what is small: gradients of micro-batches are added up beside one another, and kinds of
+    # ZeRO differ in what lives shortly
+    smallest: dict[tuple[Degrees, bool, bool], Estimate] = {}
     for e in sorted(every, key=lambda e: e.memory):
-        smallest.setdefault((e.candidate.degrees, e.candidate.micro_batches == 1), e)
+        c = e.candidate
+        smallest.setdefault((c.degrees, c.micro_batches == 1, c.zero == 3), e)
     found: list[Found] = []
     for e in itertools.islice(smallest.values(), SMALLEST_SOLVED):
         task, c = task_of(frame, estimates, e), e.candidate

@@ -166,7 +166,7 @@ class _Search:
 
     def _smallest(self, every: Sequence[Estimate]) -> Plan:
         """The plan that keeps the fewest bytes, if that fits, else InfeasibleError."""
-        least = least_memory(self.frame, self.estimates)
+        least = least_memory(self.frame, self.line)
         if least is None:
             raise _cannot_be_kept(self.frame)
         if least.needed <= self.frame.budget:
@@ -175,7 +175,7 @@ class _Search:
         free = None
         if self.frame.hints.to_dict().keys() - {"memory_limit"}:
             frame = replace(self.frame, hints=Hints(), pins=hint_pins(self.frame.setting.captured, Hints()))
-            free = least_memory(frame, Estimates(frame, self.line))
+            free = least_memory(frame, self.line)
         raise _no_plan(self.frame, least, free)
 
 
