@@ -338,8 +338,8 @@ def least_memory(frame: Frame, line: Progress) -> Found | None:
     those are does not depend on the budget, so that a limit that an error asks for is enough."""
     estimates = Estimates(replace(frame, budget=0.0), line)
     every = [e for preferred in (True, False) for e in estimates.all(preferred=preferred, hopeless=True)]
-    # estimates do not tell apart what is small: gradients of micro-batches are added up beside one another, and kinds of
-    # ZeRO differ in what lives shortly
+    # estimates do not tell apart what is small: gradients of micro-batches are added up beside one another, and kinds
+    # of ZeRO differ in what lives shortly
     smallest: dict[tuple[Degrees, bool, bool], Estimate] = {}
     for e in sorted(every, key=lambda e: e.memory):
         c = e.candidate
