@@ -61,7 +61,7 @@ def test_options_cost_what_the_program_says(made: tuple[torch.nn.Module, Plan]) 
         if d in seen:
             continue  # of another block
         seen.add(d)
-        named = {layout_text(layout): k for k, layout in enumerate(layouts)}
+        named = {layout_text(layout): k for k, layout in enumerate(layouts) if space.decisions[d].allowed[k]}
         verdicts = plan.explain(p.name).options
         verdicts = [v for v in verdicts if v.kind == "parameter"]
         assert {v.choice for v in verdicts} == set(named)

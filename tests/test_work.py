@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from dist import small_models as models
@@ -226,7 +227,7 @@ def test_programs_and_plans_price_what_is_compiled() -> None:
     prices = Prices(cluster, MESH)
     space = build_space(captured, operators, MESH)
     eager, fused = (price(space, captured, operators, prices, "adamw", float("inf"), compiled=c) for c in (False, True))
-    pairs = list(zip(eager.seconds, fused.seconds, strict=True))
+    pairs = [(a[np.isfinite(a)], b[np.isfinite(a)]) for a, b in zip(eager.seconds, fused.seconds, strict=True)]
     assert all((b <= a * (1 + 1e-9)).all() for a, b in pairs)
     assert sum(b.sum() for _, b in pairs) < 0.7 * sum(a.sum() for a, _ in pairs)
     model, batch = models.llama(num_hidden_layers=2), models.tokens(BATCH, LENGTH)
@@ -247,4 +248,5 @@ def test_more_micro_batches_are_slower_work() -> None:
     assert often > 1.5 * once
     space = build_space(captured, operators, MESH)
     whole, cut = (price(space, captured, operators, prices, "adamw", float("inf"), micro_batches=m) for m in (1, 2))
-    assert sum(s.sum() for s in cut.seconds) > sum(s.sum() for s in whole.seconds)
+    slow, fast = (sum(s[np.isfinite(s)].sum() for s in program.seconds) for program in (cut, whole))
+    assert slow > fast
