@@ -176,7 +176,7 @@ class Cluster:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a TOML file that ``load`` reads back to an equal cluster."""
-        Path(path).write_text("\n".join(_toml_lines(self.to_dict(), "")) + "\n", encoding="utf-8")
+        Path(path).write_text("\n".join(toml_lines(self.to_dict())) + "\n", encoding="utf-8")
 
     def group(self, stride: int, size: int) -> Group:
         """The group formed by ``size`` ranks ``stride`` apart, of an axis of a mesh whose inner axes hold ``stride``
@@ -257,12 +257,12 @@ def _preset_of(cuda_name: str) -> str:
     return max(matches)[1]
 
 
-def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
+def toml_lines(table: Mapping[str, Any], prefix: str = "") -> list[str]:
     """TOML text of nested tables of numbers, text, booleans and lists: JSON's notation for these is TOML's too."""
     plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
     lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in plain.items()]
     for key, value in table.items():
         if isinstance(value, Mapping):
             path = f"{prefix}{json.dumps(key)}"
-            lines += ["", f"[{path}]", *_toml_lines(value, f"{path}.")]
+            lines += ["", f"[{path}]", *toml_lines(value, f"{path}.")]
     return lines

@@ -358,13 +358,10 @@ def _check_contradictions(hints: Hints) -> None:
 
 
 def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
-    """The degrees that the hints fix: those given, and those that pp x dp x cp x tp = ``world_size`` leaves no choice.
-    Not given, pp and cp are 1."""
-    given = {"pp": hints.pp or 1, CONTEXT_AXIS: hints.cp or 1}
-    given |= {axis: degree for axis in AXES if (degree := getattr(hints, axis)) is not None}
-    optional = {"pp": hints.pp, CONTEXT_AXIS: hints.cp}
-    product = math.prod(given.values())
-    axes = " x ".join(axis for axis in DEGREES if optional.get(axis, 1) is not None)
+    """The degrees that the hints fix: those given, and those that pp x dp x cp x tp = ``world_size`` leaves no
+    choice."""
+    given = {axis: degree for axis in DEGREES if (degree := getattr(hints, axis)) is not None}
+    product, axes = math.prod(given.values()), " x ".join(DEGREES)
     if len(given) == len(DEGREES) and product != world_size:
         raise HintError(
             f"The hints {_given(hints)} do not match a cluster of {world_size} ranks.",
@@ -380,7 +377,7 @@ def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
             found=_given(hints),
             change="choose a degree that divides the number of ranks",
         )
-    rest = [axis for axis in AXES if axis not in given]
+    rest = [axis for axis in DEGREES if axis not in given]
     if len(rest) == 1 or world_size == product:
         given |= {axis: world_size // product for axis in rest}
     if DATA_AXIS in given:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from autopar.cluster import toml_lines
 from autopar.cost_model.calibrate import collective_samples, fit_plain, link_table, measured_compute
 from autopar.cost_model.fit import Sample
 from autopar.cost_model.hardware import COLLECTIVES, attention_tables, load_device, preset_spec
@@ -55,16 +56,11 @@ def gloo_samples(folder: str) -> list[Sample]:
     return samples
 
 
-def toml_lines(table: dict[str, Any], prefix: str = "") -> list[str]:
-    """TOML with plain values first; JSON's notation for them is TOML's too."""
-    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
-    lines = [f"{key} = {round(value, 5) if isinstance(value, float) else json.dumps(value)}"
-             for key, value in plain.items()]
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            lines += ["", f"[{prefix}{key}]"] if any(not isinstance(v, dict) for v in value.values()) else []
-            lines += toml_lines(value, f"{prefix}{key}.")
-    return lines
+def rounded(value: Any) -> Any:
+    """Nested tables with their numbers to five decimals."""
+    if isinstance(value, dict):
+        return {key: rounded(entry) for key, entry in value.items()}
+    return round(value, 5) if isinstance(value, float) else value
 
 
 def main() -> None:
@@ -79,8 +75,8 @@ def main() -> None:
     links = {preset["scale_up_link"]: link_table(samples, fitted, nominal * 1e9)}
     kernel = attention_tables()[preset["attention_kernel"]]
     own = {key: value for key, value in found["attention"].items() if value != kernel[key]}
-    print("\n".join(toml_lines({**{key: found[key] for key in preset if key in found}, "attention": own,
-                                "links": links})).lstrip())
+    table = {**{key: found[key] for key in preset if key in found}, "attention": own, "links": links}
+    print("\n".join(toml_lines(rounded(table))).lstrip())
 
 
 if __name__ == "__main__":

@@ -135,7 +135,8 @@ def test_contradictions_name_both_hints(values: dict[str, Any], first: str, seco
 
 
 BAD_FOR_THE_MODEL: dict[str, tuple[int, Hints, str]] = {
-    "degrees of too few ranks": (8, Hints(dp=2, tp=2), r"dp=2, tp=2 do not match a cluster of 8 ranks"),
+    "degrees of too few ranks": (8, Hints(pp=1, dp=2, cp=1, tp=2),
+                                   r"pp=1, dp=2, cp=1, tp=2 do not match a cluster of 8 ranks"),
     "a degree that does not divide": (8, Hints(tp=3), r"tp=3 does not divide a cluster of 8[\s\S]*one of 1, 2, 4, 8"),
     "a degree above the ranks": (8, Hints(dp=16), "dp=16 does not divide"),
     "a pattern with a misspelt name": (
@@ -150,7 +151,8 @@ BAD_FOR_THE_MODEL: dict[str, tuple[int, Hints, str]] = {
     "a dim of a scalar": (8, Hints(shard={"scale": {"tp": 0}}), "it is a scalar"),
     "a dim that does not divide": (64, Hints(tp=64, shard={DOWN: {"tp": 1}}),
                                    r"in 64 pieces \(tp\)[\s\S]*64 divides[\s\S]*96 in the shape \(32, 96\)"),
-    "a dim that does not divide by what dp leaves": (64, Hints(dp=1, shard={DOWN: {"tp": 1}}), r"in 64 pieces \(tp\)"),
+    "a dim that does not divide by what dp leaves": (64, Hints(pp=1, dp=1, cp=1, shard={DOWN: {"tp": 1}}),
+                                                     r"in 64 pieces \(tp\)"),
     "a dim that two axes do not divide": (64, Hints(dp=8, tp=8, shard={DOWN: {"dp": 1, "tp": 1}}),
                                           r"in 64 pieces \(dp x tp\)"),
     "two patterns that disagree": (8, Hints(shard={DOWN: {"tp": 1}, "*.weight": {"tp": 0}}),

@@ -15,11 +15,11 @@ import autopar
 from autopar import Cluster, Hints, Workload
 from autopar.cost_model.bubble import script, simulate
 from autopar.report.progress import progress
-from autopar.schedule import SCHEDULES, runs, stage_ranks
+from autopar.schedule import runs, stage_ranks
 from autopar.solver.candidates import Limits, all_degrees, candidates
 from autopar.solver.cuts import Units, best_cuts, even_cuts
 from autopar.solver.estimate import bubble, by_rank, in_flight, least_share
-from autopar.solver.outer import Estimates, Solver
+from autopar.solver.outer import ORDINARY, Estimates, Solver
 from autopar.solver.search import make_frame
 from autopar.specialize import capture_batch
 
@@ -184,7 +184,7 @@ def test_alternatives_say_why_they_lost() -> None:
     """The runners-up are slower, or do not fit, and differ from the plan."""
     plan = autopar.plan(models.llama(), "cpu:4", example_inputs=models.tokens())
     assert len(plan.alternatives) >= 3
+    own = (plan.degrees, plan.zero, plan.zero_group_size, plan.num_micro_batches, plan.schedule, plan.recompute)
     for a in plan.alternatives:
-        assert a.step_time >= plan.step_time * (1 - 0.03) or "fits" in a.reason
-        assert set(a.degrees) == {"pp", "dp", "cp", "tp"} and a.reason
-    assert len(set(SCHEDULES)) == 6
+        assert a.step_time * (1 + ORDINARY) >= plan.step_time or "fits" in a.reason
+        assert (a.degrees, a.zero, a.zero_group_size, a.micro_batches, a.schedule, a.recompute) != own and a.reason

@@ -55,13 +55,11 @@ def test_rows_of_all_families_have_models_and_clusters(rows: dict[str, Row]) -> 
     named = {"mosaic-001": 64.9e9, "korthikanti-2a": 174.6e9, "bloom-final": 176.2e9, "fms-08": 69.0e9,
              "nanotron-01": 1.34e9, "megascale-01": 174.7e9, "internevo-002": 7.3e9}  # fmt: skip
     for run_id, wanted in named.items():
-        if run_id in rows:
-            shape = shape_of(rows[run_id], gated=is_gated(rows[run_id]), written_out=False, dropout=0.0)
-            assert shape.parameters == pytest.approx(wanted, rel=0.01), run_id
+        shape = shape_of(rows[run_id], gated=is_gated(rows[run_id]), written_out=False, dropout=0.0)
+        assert shape.parameters == pytest.approx(wanted, rel=0.01), run_id
     distinct = {(row.hardware, row.n_gpus if row.n_gpus < 8 else 8): row for row in rows.values()}
     assert all(cluster_of(row) is not None for row in distinct.values())
     assert len(distinct) >= 14
-    assert sum(name in rows for name in named) >= 5
 
 
 def test_networks_are_read_from_what_sources_print() -> None:
@@ -295,17 +293,23 @@ def test_the_command_ends_with_the_error(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_published_runs_are_met(rows: dict[str, Row]) -> None:
-    """Every sixth 16-bit row on A100, H100 and H200, nothing fitted to any of them: step times, memory and ranking are
-    as near as this model has been seen to be (all rows: README), with a margin, and nearer than the peer's."""
+    """Every sixth group of 16-bit rows on A100, H100 and H200, no level fitted to any of them: step times, memory and
+    ranking are as near as this model has been seen to be (all rows: README), with a margin, and nearer than the
+    peer's."""
     wanted = [row for row in rows.values() if row.is_16bit and row.hardware in published_runs.TARGET_HARDWARE]
-    found = list(predictions(wanted[::6], Predictor()))
+    groups = list(dict.fromkeys(row.rank_group or row.run_id for row in wanted))[::6]
+    chosen = [row for row in wanted if (row.rank_group or row.run_id) in groups]
+    found = list(predictions(chosen, Predictor()))
     times, memory = score.time_errors(found), score.memory_errors(found)
     peers, _ = fit.leave_one_out(fit.peer(found), fit.best_slowdown, fit.with_level)
     theirs = score.time_errors(peers)
     assert times is not None
     assert memory is not None
     assert theirs is not None
-    assert times.count > len(wanted) / 6 * 0.8
+    ranked = score.concordance(found)
+    assert ranked is not None
+    assert ranked.share > 0.75
+    assert times.count > len(chosen) * 0.8
     assert times.median < 0.14
     assert times.p90 < 0.34
     assert memory.median < 0.15

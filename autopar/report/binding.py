@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autopar.cluster import Cluster
-from autopar.cost_model.bubble import script
 from autopar.cost_model.communication import collective_seconds
 from autopar.cost_model.simulate import COMPUTE
 from autopar.cost_model.step import Program, Repeated, Timing, simulate_step
 from autopar.hints import parse_bytes
+from autopar.report.timeline import script_of
 from autopar.report.units import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -74,11 +74,8 @@ def _saved(plan: Plan, factors: dict[str, float]) -> float:
     """Seconds that a step is shorter where what runs on a stream takes its factor of the time."""
     if plan.timing is None:
         return _saved_by_parts(plan, factors)
-    stages = len(plan.stages) if plan.schedule is not None else 1
-    trained = any(kind in plan.timing.actions for kind in ("B", "I"))
-    steps = script(plan.schedule, plan.degrees[_PIPELINE], stages, plan.num_micro_batches, trained)
-    before, after = (simulate_step(t, steps).seconds for t in (plan.timing, _scaled(plan.timing, factors)))
-    return max(0.0, before - after)
+    after = simulate_step(_scaled(plan.timing, factors), script_of(plan, plan.timing))
+    return max(0.0, plan.step_time - after.seconds)
 
 
 def _saved_by_parts(plan: Plan, factors: dict[str, float]) -> float:
@@ -122,7 +119,7 @@ def _shares_of_bytes(plan: Plan) -> dict[str, float]:
     moving: dict[str, float] = defaultdict(float)
     every: dict[str, float] = defaultdict(float)
     for c in plan.collectives:
-        inside = c.axis != "pp"
+        inside = c.axis != _PIPELINE
         stride, size = (mesh.stride(c.axis), mesh.degree(c.axis)) if inside else (mesh.size, plan.degrees[c.axis])
         group, nbytes = cluster.group(stride, size), c.bytes / max(c.count, 1)
         whole, half = (float(collective_seconds(c.kind, n, group, cluster.device)) for n in (nbytes, nbytes / 2))

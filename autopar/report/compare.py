@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -128,8 +128,7 @@ def _bad(what: str, found: str) -> PlanError:
     )
 
 
-def _row(what: str, predicted: float, measured: float, text: object) -> tuple[str, str, str, str]:
-    assert callable(text)
+def _row(what: str, predicted: float, measured: float, text: Callable[[float], str]) -> tuple[str, str, str, str]:
     ratio = f"{measured / predicted:.2f}" if predicted > 0 else ""
     return what, text(predicted), text(measured), ratio
 

@@ -43,6 +43,7 @@ def text_report(plan: Plan) -> str:
 
 def _summary(plan: Plan) -> Table:
     def rows() -> Iterator[tuple[str, str]]:
+        """What it is, and how it is here."""
         yield "Plan", f"{plan.model} on {Cluster.from_dict(plan.cluster)} ({plan.world_size} ranks)"
         if any(given := [f"{key} {value}" for key, value in plan.workload.items() if value is not None]):
             yield "Workload", ", ".join(given)
@@ -56,7 +57,8 @@ def _summary(plan: Plan) -> Table:
         yield "Micro-batches", f"{plan.num_micro_batches} of {plan.micro_batch_size} sequences"
         yield "Recompute", plan.recompute
         yield "Step time", f"{seconds_text(plan.step_time)}: {_parts(plan.breakdown)}"
-        yield "Limits", str(replace(plan.binding, limits=plan.binding.limits[:2]))
+        found = plan.binding
+        yield "Limits", str(replace(found, limits=found.limits[:2]))
         yield "Work", f"one rank does at most {share_text(plan.flops_share)} of the model's FLOPs"
         yield "Gap", f"at most {share_text(plan.gap)} slower than the best of: {plan.gap_space}"
 

@@ -22,6 +22,13 @@ _PIPELINE = "pp"
 _WORDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
+def script_of(plan: Plan, timing: Timing) -> Script:
+    """What the ranks of a plan's pipeline do in a step, in which order."""
+    trained = any(kind in timing.actions for kind in ("B", "I"))
+    stages = len(plan.stages) if plan.schedule is not None else 1
+    return script(plan.schedule, plan.degrees[_PIPELINE], stages, plan.num_micro_batches, trained)
+
+
 def timeline(plan: Plan) -> dict[str, Any]:
     """The trace of one step, as JSON holds it. PlanError for a plan that does not say what its step consists of."""
     if plan.timing is None:
@@ -31,9 +38,7 @@ def timeline(plan: Plan) -> dict[str, Any]:
             found="timing null",
             change="make the plan again",
         )
-    trained = any(kind in plan.timing.actions for kind in ("B", "I"))
-    stages = len(plan.stages) if plan.schedule is not None else 1
-    steps = script(plan.schedule, plan.degrees["pp"], stages, plan.num_micro_batches, trained)
+    steps = script_of(plan, plan.timing)
     if missing := {kind for _, kind in steps.kinds} - plan.timing.actions.keys():
         raise PlanError(
             "The plan does not say what all actions of its schedule consist of.",

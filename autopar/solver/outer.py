@@ -198,9 +198,10 @@ class Estimates:
 
 
 def keeps_shards(degrees: Degrees, hints: Hints) -> bool:
-    """Whether the axes that hints split parameters over have more than one rank."""
+    """Whether the axes that hints split parameters over have more than one rank, and groups of ZeRO divide dp."""
     table = degrees.table()
-    return all(table[axis] > 1 for dims in (hints.shard or {}).values() for axis in dims)
+    split = {axis for dims in (hints.shard or {}).values() for axis in dims}
+    return degrees.dp % (hints.zero_group_size or 1) == 0 and all(table[axis] > 1 for axis in split)
 
 
 def pins_of(frame: Frame, c: Candidate) -> Pins:

@@ -156,7 +156,8 @@ class _Search:
         found = [f for f in self.solver.found if f is not best]
         fastest = {f.candidate.degrees: f for f in sorted(found, key=lambda f: -f.solved.step_time)}
         shown = [f for f in found if f.candidate.degrees == best.candidate.degrees or fastest[f.candidate.degrees] is f]
-        known = [_lost(best, f) for f in shown]
+        taken = _taken(_lost(best, best))  # by another way, as where the program decides by parameter what ZeRO splits
+        known = [a for a in (_lost(best, f) for f in shown) if _taken(a) != taken]
         unfit: dict[object, Estimate] = {}
         for e in every:
             if e.memory > self.frame.budget and e.seconds < best.solved.step_time:
@@ -196,6 +197,11 @@ def _lost(best: Found, other: Found) -> Alternative:
     if slow.step_time < fast.step_time:
         reason += "; an ordinary loop cannot run it"
     return _alternative(other.candidate, other.setting.recompute, slow.zero, slow.step_time, other.needed, reason)
+
+
+def _taken(a: Alternative) -> tuple[object, ...]:
+    """What an alternative decides."""
+    return a.degrees, a.zero, a.zero_group_size, a.micro_batches, a.schedule, a.recompute
 
 
 def _change(other: float, best: float) -> str:

@@ -18,7 +18,6 @@ TABLE = Path(__file__).parent.parent / "data" / "families.toml"
 class Family:
     """The conventions of one ``source_family``, under the keys of the table."""
 
-    framework: str
     fused: bool
     attention: str
     dropout: float
@@ -36,12 +35,20 @@ class Family:
     attention_level: float
     attention_kernels: Mapping[str, str]
     memory: str
-    source: str
+
+    @property
+    def not_counted(self) -> tuple[str, ...]:
+        """Kinds of bytes of a plan's peak that the published one leaves out."""
+        return {"allocated": ("workspace", "slack"), "reserved": ("workspace",)}.get(self.memory, ())
 
     @property
     def written_out(self) -> bool:
         """Whether attention holds all its scores."""
         return self.attention == "written out"
+
+
+#: Keys for people.
+_NOTES = ("framework", "source")
 
 
 @functools.cache
@@ -54,7 +61,7 @@ def family_of(row: Row) -> Family:
     tables = _tables()
     own = dict(tables.get(row.source_family, {}))
     markers = own.pop("markers", ())
-    found = Family(**{**tables["default"], **own})
+    found = Family(**{k: v for k, v in {**tables["default"], **own}.items() if k not in _NOTES})
     for marker in markers:
         changes = {key: value for key, value in marker.items() if key != "contains"}
         if marker["contains"] in (row.notes or ""):

@@ -12,6 +12,9 @@ from published.families import Family
 from published.models import Shape, after_layers, layers_of
 from published.rows import Row
 
+#: What all published runs train with.
+OPTIMIZER = "adamw"
+
 #: What sources call a schedule, beginning so -> ours. Without a pipeline a row's schedule does not matter.
 _SCHEDULES = {
     "interleaved 1F1B": "interleaved",
@@ -126,12 +129,12 @@ def _schedule(row: Row, pp: int, micro_batches: int) -> str | None:
     raise NotCovered(f"the schedule {row.schedule} is not known")
 
 
-def workload_of(row: Row, family: Family, optimizer: str = "adamw") -> Workload:
+def workload_of(row: Row, family: Family) -> Workload:
     """Mixed precision with an optimizer in float32."""
     return Workload(
         global_batch=row.global_batch,
         seq_len=row.seq_len,
-        optimizer=optimizer,
+        optimizer=OPTIMIZER,
         param_dtype="float16" if row.precision == "fp16" else "bfloat16",
         reduce_dtype=family.reduce,
     )

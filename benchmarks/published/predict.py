@@ -81,7 +81,8 @@ class Predictor:
         fitting = [p for p in found if _gib(p) <= limit] or found[:1]
         best = min(fitting, key=lambda p: p.seconds)
         memory = {kind: nbytes / 2**30 for kind, nbytes in best.memory.items()}
-        return Prediction(row, best.seconds, best.breakdown, sum(memory.values()), memory, limit)
+        counted = sum(n for kind, n in memory.items() if kind not in family.not_counted)
+        return Prediction(row, best.seconds, best.breakdown, counted, memory, limit)
 
     def _price(self, row: Row, family: Family, shape: Shape, c: Configuration, cluster: Cluster) -> Priced:
         hints, workload = hints_of(c, family, shape), workload_of(row, family)

@@ -38,7 +38,7 @@ from autopar.solver.program import solve
 from autopar.solver.setting import Setting, keepings
 from autopar.solver.space import Space, build_space
 from autopar.solver.staged import price_step
-from published.plans import Configuration, NotCovered
+from published.plans import OPTIMIZER, Configuration, NotCovered
 
 #: The share of the gradients that has no backward beside it: that of the last buckets to be filled.
 LAST_BUCKETS = 0.1
@@ -83,11 +83,10 @@ def price_configuration(
     c: Configuration,
     hints: Hints,
     running: Running,
-    optimizer: str = "adamw",
 ) -> Priced:
     """The price of a configuration. NotCovered if the model cannot be split so; what the planner raises for hints."""
     zero = Zero(hints.zero, hints.reshard_after_forward is not False)
-    setting = Setting(captured, operators, cluster, optimizer, c.recompute, zero, running.compiled)
+    setting = Setting(captured, operators, cluster, OPTIMIZER, c.recompute, zero, running.compiled)
     mesh = make_mesh(c.dp, c.cp, c.tp, hints.zero_group_size)
     pins = replace(hint_pins(captured, hints), micro_batches=c.micro_batches)
     space = build_space(captured, operators, mesh, pins)
@@ -95,7 +94,7 @@ def price_configuration(
         keep_tokens_whole(space, operators)
     prices = Prices(cluster, mesh)
     program = price(
-        space, captured, operators, prices, optimizer, float("inf"), c.recompute, c.micro_batches, running.compiled
+        space, captured, operators, prices, OPTIMIZER, float("inf"), c.recompute, c.micro_batches, running.compiled
     )
     solution = solve(program)
     if solution is None:
@@ -106,7 +105,7 @@ def price_configuration(
     steps = script(c.schedule, c.pp, c.pp * c.chunks, c.micro_batches)
     timing = as_run(timing, running, c)
     if running.fused_optimizer:
-        fused, plain = (optimizer_seconds(optimizer, *MANY, cluster.device, fused=fused) for fused in (True, False))
+        fused, plain = (optimizer_seconds(OPTIMIZER, *MANY, cluster.device, fused=fused) for fused in (True, False))
         timing = replace(timing, optimizer=tuple(seconds * fused / plain for seconds in timing.optimizer))
     simulated = simulate_step(timing, steps)
     held = kept(operators, assignment, made_again(operators, c.recompute))

@@ -28,7 +28,6 @@ class Row:
     vocab: int
     tied_embeddings: str | None
     hardware: str
-    gpu_mem_gib: float | None
     gpus_per_node: int
     n_gpus: int
     interconnect_inter: str | None
@@ -40,7 +39,6 @@ class Row:
     pp: int | None
     vpp: int | None
     cp: int | None
-    dp: int | None
     sequence_parallel: str | None
     zero_stage: int | None
     zero_group_size: int | None
