@@ -63,6 +63,11 @@ class Script:
         return tuple(found[s] for s in range(self.stages))
 
     @cached_property
+    def of_rank(self) -> tuple[list[int], ...]:
+        """The stages of every rank, in order."""
+        return tuple([s for s, r in enumerate(self.ranks) if r == rank] for rank in range(len(self.rows)))
+
+    @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """`PipelineTime.in_flight`."""
         return tuple(int(most_held(row, lambda stage: 1)) for row in self.rows)

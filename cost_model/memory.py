@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 
 import sympy
-import torch
 
 from autopar.cost_model.hardware import nearest
 from autopar.errors import WorkloadError
@@ -74,11 +73,3 @@ def state_formulas(optimizer: str) -> dict[str, sympy.Expr]:
     check_optimizer(optimizer)
     trained = sympy.Integer(0 if optimizer == "none" else 1)
     return {"parameters": _N * _w, "gradients": trained * _N * _w, "optimizer": state_of(optimizer)}
-
-
-def parameter_state_bytes(numel: int, param_dtype: torch.dtype, optimizer: str) -> dict[str, int]:
-    """Bytes of ``parameters``, ``gradients`` and ``optimizer`` state of ``numel`` elements of ``param_dtype``, whole
-    (on one device if nothing is sharded); the gradient has the parameter's dtype. WorkloadError as
-    ``state_formulas``."""
-    values = {_N: numel, _w: param_dtype.itemsize}
-    return {what: int(sympy.ceiling(formula.subs(values))) for what, formula in state_formulas(optimizer).items()}

@@ -109,7 +109,6 @@ class _Step:
         #: Seconds of every program, and of its kernels alone.
         self.seconds = [ran.seconds for ran in self.ran]
         self.work = [sum(task.seconds for task in tasks if task.stream == COMPUTE) for tasks in programs]
-        self.stages = [[s for s, r in enumerate(steps.ranks) if r == rank] for rank in range(len(steps.rows))]
 
     @cached_property
     def counts(self) -> list[dict[tuple[int, str], int]]:
@@ -129,7 +128,7 @@ class _Step:
 
     def around(self, kind: str) -> list[float]:
         """Seconds of what every rank does first or last in a step."""
-        return [sum(self.took(s, kind) for s in stages) for stages in self.stages]
+        return [sum(self.took(s, kind) for s in stages) for stages in self.steps.of_rank]
 
     def simulate(self) -> Simulated:
         begin, end = self.around(BEGIN), self.around(END)
@@ -137,10 +136,10 @@ class _Step:
         begun = [0.0 if self.steps.synchronised else s[0] - b for s, b in zip(pipeline.starts, begin, strict=True)]
         done = max(e[-1] + last - b for e, last, b in zip(pipeline.ends, end, begun, strict=True))
         total = done + max(self.timing.shared) + max(self.timing.optimizer)
-        work = [self._work(rank) for rank in range(len(self.stages))]
+        work = [self._work(rank) for rank in range(len(self.steps.rows))]
         busy = [
             begin[r] + pipeline.busy[r] + end[r] + self.timing.shared[r] + self.timing.optimizer[r]
-            for r in range(len(self.stages))
+            for r in range(len(self.steps.rows))
         ]
         slowest = max(range(len(busy)), key=busy.__getitem__)
         optimizer = self.timing.optimizer[slowest]
@@ -152,5 +151,5 @@ class _Step:
     def _work(self, rank: int) -> float:
         """Seconds of a rank's kernels in a step, the optimizer's left out."""
         actions = self.timing.actions
-        around = sum(self.work[actions[kind][s]] for s in self.stages[rank] for kind in (BEGIN, END))
+        around = sum(self.work[actions[kind][s]] for s in self.steps.of_rank[rank] for kind in (BEGIN, END))
         return around + sum(n * self.work[actions[kind][s]] for (s, kind), n in self.counts[rank].items())

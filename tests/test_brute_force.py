@@ -30,10 +30,11 @@ from autopar.sharding.assignment import transfers
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operator, Operators, value_of
 from autopar.sharding.rule import Strategy
-from autopar.solver.costs import Prices, bucket_shares, local_work, price
+from autopar.solver.costs import Prices, bucket_shares, price
 from autopar.solver.program import Ints, Program, Solution, evaluate, solve
 from autopar.solver.space import Pins, Space, SpaceBuilder, build_space, output_values
 from autopar.solver.spmd import read
+from autopar.solver.work import local_work
 from autopar.specialize import capture_batch
 
 Table = npt.NDArray[np.float64]

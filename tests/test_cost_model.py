@@ -25,8 +25,8 @@ from autopar.cost_model.hardware import (
     load_device,
     preset_spec,
 )
-from autopar.cost_model.memory import parameter_state_bytes
 from autopar.errors import WorkloadError
+from autopar.solver.costs import state_bytes
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -374,20 +374,20 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
 ])
 def test_optimizer_state_is_that_of_torch(name: str, make: Make, dtype: torch.dtype) -> None:
     parameter = torch.nn.Parameter(torch.ones(16, 16, dtype=dtype))
-    found = parameter_state_bytes(256, dtype, name)
+    found = state_bytes(256, dtype, name)
     assert found["optimizer"] == state_of(make([parameter]), parameter)
     assert found["parameters"] == found["gradients"] == 256 * dtype.itemsize
 
 
 def test_state_of_an_eight_billion_parameter_model() -> None:
     # bf16 parameters, gradients and two moments: 8 bytes a parameter; fp32: 16
-    assert sum(parameter_state_bytes(8_000_000_000, torch.bfloat16, "adamw").values()) == 64_000_000_000
-    assert sum(parameter_state_bytes(8_000_000_000, torch.float32, "adamw").values()) == 128_000_000_000
-    assert parameter_state_bytes(1000, torch.bfloat16, "none") == {"parameters": 2000, "gradients": 0, "optimizer": 0}
+    assert sum(state_bytes(8_000_000_000, torch.bfloat16, "adamw").values()) == 64_000_000_000
+    assert sum(state_bytes(8_000_000_000, torch.float32, "adamw").values()) == 128_000_000_000
+    assert state_bytes(1000, torch.bfloat16, "none") == {"parameters": 2000, "gradients": 0, "optimizer": 0}
 
 
 def test_memory_formulas_and_unknown_optimizer() -> None:
     elements, width = memory.SYMBOLS
     assert memory.state_formulas("adamw")["optimizer"] == 2 * elements * width
     with pytest.raises(WorkloadError, match="did you mean adamw"):
-        parameter_state_bytes(1, torch.float32, "adam")
+        state_bytes(1, torch.float32, "adam")

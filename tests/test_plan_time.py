@@ -17,12 +17,13 @@ from autopar.hints import Hints
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import read_operators
 from autopar.solver.alike import alike
-from autopar.solver.costs import Prices, local_work, price
+from autopar.solver.costs import Prices, price
 from autopar.solver.program import solve
 from autopar.solver.search import search
 from autopar.solver.setting import Setting
 from autopar.solver.space import build_space
 from autopar.solver.spmd import account, read
+from autopar.solver.work import local_work
 from autopar.workload import Workload
 
 TOKENS = models.tokens(seq_len=16)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.cost_model.memory import parameter_state_bytes
 from autopar.errors import WorkloadError
+from autopar.solver.costs import state_bytes
 from autopar.workload import Workload
 
 
@@ -69,7 +69,7 @@ def test_an_optimizer_of_which_only_the_bytes_are_known() -> None:
 ])
 def test_bytes_of_optimizer_state(optimizer: str, nbytes: float) -> None:
     """Of 256 numbers in bfloat16."""
-    found = parameter_state_bytes(256, torch.bfloat16, optimizer)
+    found = state_bytes(256, torch.bfloat16, optimizer)
     assert found == {"parameters": 512, "gradients": 512, "optimizer": nbytes}
 
 

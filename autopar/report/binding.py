@@ -15,7 +15,7 @@ from autopar.cluster import Cluster
 from autopar.cost_model.communication import collective_seconds
 from autopar.cost_model.simulate import COMPUTE
 from autopar.cost_model.step import Program, Repeated, Timing, simulate_step
-from autopar.hints import parse_bytes
+from autopar.hints import Hints
 from autopar.report.timeline import script_of
 from autopar.report.units import bytes_text, seconds_text, share_text
 
@@ -128,11 +128,17 @@ def _shares_of_bytes(plan: Plan) -> dict[str, float]:
     return {axis: moving[axis] / seconds for axis, seconds in every.items() if seconds > 0}
 
 
+def memory_limit(plan: Plan) -> tuple[int, str]:
+    """The bytes that a plan may take on a device, and whose limit that is."""
+    device, hinted = Cluster.from_dict(plan.cluster).device.memory_bytes, Hints.from_dict(plan.hints).memory_bytes
+    if hinted is not None and hinted < device:
+        return hinted, "of the hint memory_limit"
+    return device, "of the device"
+
+
 def _memory(plan: Plan) -> Iterator[Limit]:
     """Memory limits a plan if a faster one was found that keeps too much."""
-    limit = Cluster.from_dict(plan.cluster).device.memory_bytes
-    if "memory_limit" in plan.hints:
-        limit = min(limit, parse_bytes(plan.hints["memory_limit"]))
+    limit, _ = memory_limit(plan)
     faster = [a for a in plan.alternatives if a.step_time < plan.step_time and a.peak_memory > limit]
     if faster:
         best = min(faster, key=lambda a: a.step_time)

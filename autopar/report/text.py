@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopar.cluster import Cluster
-from autopar.hints import parse_bytes
+from autopar.report.binding import memory_limit
 from autopar.report.tables import rendered, table
 from autopar.report.units import bytes_text, seconds_text, share_text
 from autopar.schedule import stage_ranks
@@ -26,6 +27,9 @@ _ZERO = {
     3: "ZeRO 3: parameters, gradients and optimizer state rest split over {}",
 }
 
+#: What is no tensor's: the device's context, and gaps between what comes and goes.
+_NO_TENSORS = ("workspace", "slack")
+
 
 def text_report(plan: Plan) -> str:
     """What was chosen, what it costs and what came second, in plain text of fixed width without colours."""
@@ -34,6 +38,7 @@ def text_report(plan: Plan) -> str:
         *([("Pipeline stages", _stages(plan))] if plan.schedule is not None else []),
         ("What is split", _layers(plan)),
         ("Memory a device", _memory(plan)),
+        *([("Memory of the ranks of pp, of each at its peak", _ranks(plan))] if plan.schedule is not None else []),
         ("Collectives of one step, a rank", _collectives(plan)),
         ("Operators whose work is repeated", _replicated(plan)),
         ("Runner-up plans", _alternatives(plan)),
@@ -110,14 +115,27 @@ def _layers(plan: Plan) -> Table:
 
 
 def _memory(plan: Plan) -> Table:
-    limit, origin = Cluster.from_dict(plan.cluster).device.memory_bytes, "of the device"
-    if "memory_limit" in plan.hints and (hinted := parse_bytes(plan.hints["memory_limit"])) < limit:
-        limit, origin = hinted, "of the hint memory_limit"
+    limit, origin = memory_limit(plan)
     peak = plan.peak_memory
     kinds = dict.fromkeys((*plan.memory, *plan.peak))
     rows = [(kind, *(bytes_text(part.get(kind, 0)) for part in (plan.memory, plan.peak)), "") for kind in kinds]
     rows.append(("total", "", bytes_text(peak), f"{share_text(peak / limit)} of the {bytes_text(limit)} {origin}"))
     return table(rows, ("", "at most", "at the peak", ""), right=(1, 2))
+
+
+def _ranks(plan: Plan) -> Table:
+    """One row for neighbours whose bytes read the same. What no tensor has is in ``other``."""
+    kinds = [kind for kind in dict.fromkeys(kind for peak in plan.peaks for kind in peak) if kind not in _NO_TENSORS]
+
+    def figures(peak: Mapping[str, int]) -> tuple[str, ...]:
+        other = sum(peak.get(kind, 0) for kind in _NO_TENSORS)
+        return tuple(bytes_text(n) for n in (*(peak.get(kind, 0) for kind in kinds), other, sum(peak.values())))
+
+    rows = []
+    for shown, same in itertools.groupby(enumerate(map(figures, plan.peaks)), key=lambda row: row[1]):
+        ranks = [rank for rank, _ in same]
+        rows.append((f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}", *shown))
+    return table(rows, ("pp rank", *kinds, "other", "total"), right=range(1, len(kinds) + 3))
 
 
 def _collectives(plan: Plan) -> Table | str:

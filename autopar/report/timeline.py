@@ -74,7 +74,7 @@ class _Trace:
 
     def _rank(self, rank: int) -> Iterator[dict[str, Any]]:
         pipeline, now = self.simulated.pipeline, 0.0
-        own = [s for s, r in enumerate(self.steps.ranks) if r == rank]
+        own = self.steps.of_rank[rank]
         for stage in own:
             yield from self._program(rank, stage, BEGIN, now, {"stage": stage, "phase": "step begins"})
             now += self._seconds(stage, BEGIN)

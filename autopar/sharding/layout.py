@@ -132,12 +132,17 @@ class Layout:
         """Whether every piece has the same shape."""
         return all(size % self.splits(mesh, d) == 0 for d, size in enumerate(shape))
 
+    def pieces(self, mesh: Mesh) -> int:
+        """In how many pieces a tensor is cut."""
+        return math.prod(mesh.degree(axis) for axis in self.split_axes)
+
+    def local_numel(self, mesh: Mesh, shape: Sequence[int]) -> int:
+        """Number of elements of one rank's piece of a tensor of ``shape``."""
+        return math.prod(shape) // self.pieces(mesh)
+
     def local_bytes(self, mesh: Mesh, spec: TensorSpec) -> int:
         """Bytes of one rank's piece."""
-        pieces = 1
-        for axis in self.split_axes:
-            pieces *= mesh.degree(axis)
-        return spec.bytes // pieces
+        return spec.bytes // self.pieces(mesh)
 
     def start_weights(self, mesh: Mesh, shape: Sequence[int]) -> list[int]:
         """Row-major [axes x dims] integers w with start[d] = sum_a coordinate[a] * w[a][d]: the global index of the

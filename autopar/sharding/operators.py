@@ -120,6 +120,12 @@ class Operators:
     def __iter__(self) -> Iterator[Operator]:
         return iter(self.by_node.values())
 
+    def base(self, value: Value) -> Value:
+        """The value whose storage ``value`` shares, seen through views."""
+        while (op := self.by_node.get(value.node)) is not None and op.is_view:
+            value = op.operands[0]
+        return value
+
 
 def value_of(node: fx.Node) -> Value:
     """The value a node stands for: a getitem names a result of its source."""

@@ -65,14 +65,6 @@ def forward_blocks(operators: Operators) -> list[str]:
     return list(dict.fromkeys(op.block for op in operators if op.block is not None and not op.backward))
 
 
-def _base(operators: Operators, value: Value) -> Operator | None:
-    """The operator whose storage a value shares, seen through views; None for placeholders."""
-    op = operators.by_node.get(value.node)
-    while op is not None and op.is_view:
-        op = operators.by_node.get(op.operands[0].node)
-    return op
-
-
 def _leaving(operators: Operators) -> set[fx.Node]:
     """The forward operators whose results are read in the forward outside of their own block."""
     found = set()
@@ -80,9 +72,7 @@ def _leaving(operators: Operators) -> set[fx.Node]:
         op = operators.by_node.get(value.node)
         readers = [operators.by_node[node] for node, _ in users]
         if op is not None and any(not r.backward and r.block != op.block for r in readers):
-            base = _base(operators, value)
-            if base is not None:
-                found.add(base.node)
+            found.add(operators.base(value).node)
     return found
 
 

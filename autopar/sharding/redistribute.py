@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -106,18 +105,10 @@ def _joint_moves(
                 yield Step("all_gather", joint, layout, _with_dim(layout, d, split[: -len(axes)]), source=d)
 
 
-def _numel(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> int:
-    pieces = 1
-    for axes in layout.dims:
-        for axis in axes:
-            pieces *= mesh.degree(axis)
-    return math.prod(shape) // pieces
-
-
 def whole_elements(step: Step, mesh: Mesh, shape: tuple[int, ...]) -> int:
     """Elements of the whole tensor X of a collective, as cost_model.communication counts it: what every rank holds
     after a gather or before a reduction; for an all-to-all the elements of all ranks of the group together."""
-    before, after = _numel(step.before, mesh, shape), _numel(step.after, mesh, shape)
+    before, after = step.before.local_numel(mesh, shape), step.after.local_numel(mesh, shape)
     return before * mesh.degree(step.axis) if step.kind == "all_to_all" else max(before, after)
 
 

@@ -276,7 +276,7 @@ def accumulated_bytes(
     for p in setting.captured.parameters:
         if p.name in wanted and p.gradient is not None:
             storage = assignment.sources[p.placeholder]
-            numel = storage.local_bytes(assignment.mesh, p.spec) // p.spec.dtype.itemsize
+            numel = storage.local_numel(assignment.mesh, p.spec.shape)
             numel *= state_ranks(storage, assignment.mesh) if keep[p.name].gradient == "step" else 1
             found += 3.0 * numel * p.gradient.meta["val"].dtype.itemsize
     return found * (micro_batches - 1) / micro_batches
@@ -288,7 +288,7 @@ def optimizer_time(setting: Setting, assignment: Assignment, names: Iterable[str
     totals = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
     for p in setting.captured.parameters:
         if p.name in wanted and p.gradient is not None:
-            local = assignment.sources[p.placeholder].local_bytes(assignment.mesh, p.spec) // p.spec.dtype.itemsize
+            local = assignment.sources[p.placeholder].local_numel(assignment.mesh, p.spec.shape)
             for kind, nbytes in state_bytes(local, p.storage_dtype, setting.optimizer).items():
                 totals[kind] += nbytes
     return optimizer_seconds(

@@ -49,19 +49,6 @@ class Issue:
     depth: int = 0
 
 
-def collectives(
-    captured: Captured,
-    operators: Operators,
-    assignment: Assignment,
-    prices: Prices,
-    held: Kept,
-    keep: Mapping[str, Keeping],
-    micro_batches: int = 1,
-) -> tuple[Collective, ...]:
-    """All collectives of a step by kind, axis and purpose, of `issued`."""
-    return totals(issued(captured, operators, assignment, held, keep, micro_batches), prices)
-
-
 def totals(issues: Iterable[Issue], prices: Prices) -> tuple[Collective, ...]:
     """Collectives by kind, axis and purpose."""
     found: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])

@@ -30,8 +30,6 @@ from autopar.solver.program import Edge, Floats, Program
 from autopar.solver.space import Flow, Space
 from autopar.solver.work import local_work
 
-__all__ = ["Prices", "Share", "bucket_shares", "local_work", "memory_by_option", "price", "state_bytes"]
-
 
 @functools.cache
 def _state_functions(optimizer: str) -> dict[str, Callable[[int, int], float]]:
@@ -170,7 +168,7 @@ def memory_by_option(
     for p in captured.parameters:
         d, chosen = space.of_source[p.placeholder]
         for k, layout in enumerate(chosen):
-            local = layout.local_bytes(space.mesh, p.spec) // p.spec.dtype.itemsize
+            local = layout.local_numel(space.mesh, p.spec.shape)
             memory[d][k] += sum(state_bytes(local, p.storage_dtype, optimizer, p.gradient is not None).values())
     counts = Counter(Value(space.canon.get(value.node, value.node), value.index) for value in saved)
     for value, count in counts.items():

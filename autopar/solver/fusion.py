@@ -102,15 +102,6 @@ def _is_inlined(op: Operator) -> bool:
     )
 
 
-def _base(operators: Operators, value: Value) -> Value:
-    """The value whose storage ``value`` shares, seen through views."""
-    op = operators.by_node.get(value.node)
-    while op is not None and op.is_view:
-        value = op.operands[0]
-        op = operators.by_node.get(value.node)
-    return value
-
-
 def _groups(operators: Operators) -> dict[fx.Node, int]:
     """The kernel of every inlined operator: those that are connected, in one block and direction, and after the same
     number of kernels of other kinds."""
@@ -158,7 +149,7 @@ def _reads(
     """How often each operand is read that its kernel has not read yet."""
     found: dict[int, int] = {}
     for i, operand in enumerate(op.operands):
-        base = _base(operators, operand)
+        base = operators.base(operand)
         inside = groups.get(base.node) == group
         if _crosses(op):
             found[i] = 1
@@ -172,11 +163,11 @@ def _reads(
 def _reads_row_again(op: Operator, operators: Operators, groups: dict[fx.Node, int], group: int) -> bool:
     """Whether another operand is reduced from a long row inside the same kernel."""
     for operand in op.operands:
-        source = operators.by_node.get(_base(operators, operand).node)
+        source = operators.by_node.get(operators.base(operand).node)
         while source is not None and groups.get(source.node) == group:
             if torch.Tag.reduction in getattr(source.call.target, "tags", ()):
                 return source.call.operands[0].shape[-1:] > (LONG_ROW,)
-            source = operators.by_node.get(_base(operators, source.operands[0]).node) if source.operands else None
+            source = operators.by_node.get(operators.base(source.operands[0]).node) if source.operands else None
     return False
 
 

@@ -20,7 +20,7 @@ def memory_of(
     totals: dict[str, float] = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
     copies = 0
     for p in setting.captured.parameters:
-        local = assignment.sources[p.placeholder].local_bytes(assignment.mesh, p.spec) // p.spec.dtype.itemsize
+        local = assignment.sources[p.placeholder].local_numel(assignment.mesh, p.spec.shape)
         for kind, nbytes in state_bytes(local, p.storage_dtype, optimizer, p.gradient is not None).items():
             totals[kind] += nbytes
         ranks = state_ranks(assignment.sources[p.placeholder], assignment.mesh)

@@ -22,7 +22,8 @@ from autopar.sharding.axes import DATA_AXIS
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operators
 from autopar.sharding.rule import REPLICATE
-from autopar.solver.costs import Prices, local_work
+from autopar.solver.costs import Prices
+from autopar.solver.work import local_work
 
 #: Stages a rank of schedules that leave it open.
 CHUNKS = 2

@@ -27,7 +27,7 @@ from autopar.solver.program import Floats, solve
 from autopar.solver.setting import Setting
 from autopar.solver.space import Pins, output_values
 from autopar.solver.spmd import make_program
-from autopar.solver.staged import crossing, located, of_one_gradient
+from autopar.solver.staged import crossing, located, of_one_gradient, saved_bytes
 from autopar.solver.work import local_work
 
 #: What a tenth of the memory is worth to a lean replica, as a fraction of the time.
@@ -39,29 +39,37 @@ MODES = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of parameters by unit on a rank of a replica: of the ``parameters`` that rest, of ``gradients`` and
-    ``optimizer`` state as they rest, of the copies in which parameters are ``used``, of gradients as they are
-    ``reduced``; ``cast`` is True where a copy differs from what rests in its dtype."""
+    """Bytes of parameters by unit on a rank of a replica: of the ``parameters`` that rest and of those that are
+    ``trained``, of ``gradients`` and ``optimizer`` state as they rest, of the copies in which parameters are ``used``,
+    of gradients as they are ``reduced``; ``cast`` is True where a copy differs from what rests in its dtype."""
 
     parameters: Floats
+    trained: Floats
     gradients: Floats
     optimizer: Floats
     used: Floats
     reduced: Floats
     cast: bool
 
+    @property
+    def rest(self) -> Floats:
+        """Bytes that ZeRO splits in all of its kinds."""
+        return self.parameters + self.optimizer
+
 
 @dataclass(frozen=True)
 class Profile:
     """Costs by unit of one micro-batch on one rank, collectives over cp and tp included: seconds ``forward``, of the
     backward of ``inputs`` and of ``weights``, and by way to recompute those ``again``; bytes ``saved`` from a forward
-    to its backward by way to recompute, and ``sent`` to the next unit."""
+    to its backward by way to recompute, those ``constant`` that all micro-batches share, and ``sent`` to the next unit.
+    """
 
     forward: Floats
     inputs: Floats
     weights: Floats
     again: dict[str, Floats]
     saved: dict[str, Floats]
+    constant: dict[str, Floats]
     sent: Floats
 
     @property
@@ -133,7 +141,7 @@ class Replica:
         if solution is None or (solution.options == self.solution.options).all():
             return self
         found = copy.copy(self)
-        for name in ("state", "_held", "_issued", "_calls", "_sent"):
+        for name in ("state", "_held", "_saved", "_issued", "_calls", "_sent"):
             found.__dict__.pop(name, None)
         found.solution, found.assignment = solution, self.space.assignment(solution.options)
         return found
@@ -141,15 +149,17 @@ class Replica:
     @functools.cached_property
     def state(self) -> State:
         """The parameters."""
-        found = {name: np.zeros(len(self.row)) for name in ("parameters", "gradients", "optimizer", "used", "reduced")}
+        kinds = ("parameters", "trained", "gradients", "optimizer", "used", "reduced")
+        found = {name: np.zeros(len(self.row)) for name in kinds}
         for p in self.captured.parameters:
-            numel = self.assignment.sources[p.placeholder].local_bytes(self.mesh, p.spec) // p.spec.dtype.itemsize
+            numel = self.assignment.sources[p.placeholder].local_numel(self.mesh, p.spec.shape)
             unit = self.at[p.placeholder]
             rest = state_bytes(numel, p.storage_dtype, self.setting.optimizer, p.gradient is not None)
             for kind, nbytes in rest.items():
                 found[kind][unit] += nbytes
             found["used"][unit] += numel * p.spec.dtype.itemsize
             if p.gradient is not None:
+                found["trained"][unit] += rest["parameters"]
                 found["reduced"][unit] += numel * p.gradient.meta["val"].dtype.itemsize
         return State(**found, cast=any(p.master is not None for p in self.captured.parameters))
 
@@ -238,17 +248,18 @@ class Replica:
         parts = self.batch // samples
         forward, inputs, weights = self._worked(self._calls[""], parts, MODES[0])
         moved = self._moved(self._issued[""], parts)
-        again, saved = {}, {}
-        for mode, held in self._held.items():
-            again[mode] = self._worked(self._calls[mode], parts, mode)[0] + sum(self._moved(self._issued[mode], parts))
-            saved[mode] = self._saved(held) / parts
-        return Profile(forward + moved[0], inputs + moved[1], weights, again, saved, self._sent / parts)
+        again = {
+            mode: self._worked(self._calls[mode], parts, mode)[0] + sum(self._moved(self._issued[mode], parts))
+            for mode in self._held
+        }
+        saved = {mode: each / parts for mode, (each, _) in self._saved.items()}
+        constant = {mode: once for mode, (_, once) in self._saved.items()}
+        return Profile(forward + moved[0], inputs + moved[1], weights, again, saved, constant, self._sent / parts)
 
-    def _saved(self, held: Kept) -> Floats:
-        found = np.zeros(len(self.row))
-        for value, layout in held.saved:
-            found[self.at[value.node]] += layout.local_bytes(self.mesh, self.operators.specs[value])
-        return found
+    @functools.cached_property
+    def _saved(self) -> dict[str, tuple[Floats, Floats]]:
+        units = len(self.row)
+        return {mode: saved_bytes(held, self.operators, self.mesh, self.at, units) for mode, held in self._held.items()}
 
     @functools.cached_property
     def _sent(self) -> Floats:

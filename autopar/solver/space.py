@@ -118,10 +118,9 @@ def _reduction_casts(captured: Captured, operators: Operators) -> Iterator[fx.No
         node = p.gradient
         if node is None or node.meta["val"].dtype == p.spec.dtype:
             continue
-        while node in operators.by_node and operators.by_node[node].is_view:
-            node = node.all_input_nodes[0]
-        if node.target is aten._to_copy.default:
-            yield node
+        rounded = operators.base(value_of(node)).node
+        if rounded.target is aten._to_copy.default:
+            yield rounded
 
 
 class SpaceBuilder:
@@ -138,7 +137,7 @@ class SpaceBuilder:
         self.flows: dict[tuple[int, int, int, int, TensorSpec], int] = defaultdict(int)
         self.parameter_of = {p.placeholder: p for p in captured.parameters}
         heavy = (value for op in operators if op.is_heavy for value in op.operands)
-        self.weights = {node for value in heavy if (node := self._seen_through_views(value)) in self.parameter_of}
+        self.weights = {node for value in heavy if (node := operators.base(value).node) in self.parameter_of}
         self.reduced_in = set(_reduction_casts(captured, operators))
 
     def build(self) -> Space:
@@ -357,13 +356,7 @@ class SpaceBuilder:
 
     def _is_weight(self, value: Value) -> bool:
         """Whether a value is a parameter, seen through views."""
-        return self._seen_through_views(value) in self.parameter_of
-
-    def _seen_through_views(self, value: Value) -> fx.Node:
-        node = value.node
-        while node in self.operators.by_node and self.operators.by_node[node].is_view:
-            node = self.operators.by_node[node].operands[0].node
-        return node
+        return self.operators.base(value).node in self.parameter_of
 
     def _decide(self, op: Operator) -> None:
         every = self._strategies(op)

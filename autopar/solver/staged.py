@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 from torch import fx
 
 from autopar.capture.graph import Captured, Parameter
@@ -19,8 +20,9 @@ from autopar.cost_model.step import Program, Simulated, Timing, simulate_step
 from autopar.plan import Collective
 from autopar.schedule import SPLIT_BACKWARD
 from autopar.sharding.assignment import Assignment, Transfer, result_layouts
+from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operator, Operators, Value
-from autopar.sharding.recompute import kept, made_again
+from autopar.sharding.recompute import Kept, kept, made_again
 from autopar.sharding.stages import homes, stage_of
 from autopar.solver.actions import StageWork, accumulated_bytes, again_of, optimizer_time, programs
 from autopar.solver.collectives import issued, totals
@@ -86,7 +88,7 @@ class Stages:
         self.trained = any(op.backward for op in operators)
         self.split = self.schedule in SPLIT_BACKWARD
         self.script = script(self.schedule, self.pp, self.count, micro_batches, self.trained)
-        self.of_rank = [[s for s, r in enumerate(self.script.ranks) if r == rank] for rank in range(self.pp)]
+        self.of_rank = self.script.of_rank
         fusion = fusion_of(operators, again) if setting.compiled else None
         self.once, self.early = self._seconds(fusion)
         self.homes = {p.name: self._homes(p) for p in captured.parameters}
@@ -225,8 +227,8 @@ class Stages:
         total, seconds, wire = 0, 0.0, 0
         for p in parameters:
             assert p.gradient is not None
-            numel = self.assignment.sources[p.placeholder].local_bytes(self.assignment.mesh, p.spec)
-            nbytes = numel // p.spec.dtype.itemsize * p.gradient.meta["val"].dtype.itemsize
+            numel = self.assignment.sources[p.placeholder].local_numel(self.assignment.mesh, p.spec.shape)
+            nbytes = numel * p.gradient.meta["val"].dtype.itemsize
             every, n = self._group(), len(held[p.name])
             group = Group(n, min(n, every.hosts), -(-n // every.hosts), every.intra, every.inter)
             seconds += float(collective_seconds("all_reduce", nbytes, group, self.setting.cluster.device))
@@ -258,16 +260,27 @@ class Stages:
         own = tuple(p for p in self.setting.captured.parameters if p.name in names)
         part = replace(self.setting, captured=replace(self.setting.captured, parameters=own))
         found = memory_of(part, self.assignment, replace(self.held, saved={}), self.keep, self.micro_batches)
-        activations = most_held(self.script.rows[rank], lambda s: self.saved[s] / self.micro_batches)
-        return {**found, "activations": int(activations)}
+        each, once = self.saved
+        activations = most_held(self.script.rows[rank], lambda s: float(each[s]) / self.micro_batches)
+        return {**found, "activations": int(activations + once[self.of_rank[rank]].sum())}
 
     @cached_property
-    def saved(self) -> list[float]:
-        """Bytes of a whole batch that every stage keeps for its backward."""
-        found = [0.0] * self.count
-        for value, layout in self.held.saved:
-            found[self.stage(value.node)] += layout.local_bytes(self.assignment.mesh, self.operators.specs[value])
-        return found
+    def saved(self) -> tuple[Floats, Floats]:
+        """`saved_bytes` by stage."""
+        return saved_bytes(self.held, self.operators, self.assignment.mesh, self.at, self.count)
+
+
+def saved_bytes(
+    held: Kept, operators: Operators, mesh: Mesh, at: Mapping[fx.Node, int], count: int
+) -> tuple[Floats, Floats]:
+    """Bytes of a whole batch that each of ``count`` stages saves for its backward: of what carries the batch, so that a
+    micro-batch has a part of it, and of what all micro-batches share. ``at`` are the stages of nodes, 0 if not there.
+    """
+    found = np.zeros((2, count))
+    for value, layout in held.saved:
+        shared = 0 if operators.batch_dims[value] else 1
+        found[shared, at.get(value.node, 0)] += layout.local_bytes(mesh, operators.specs[value])
+    return found[0], found[1]
 
 
 def priced_once(
