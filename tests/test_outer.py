@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -16,11 +17,15 @@ from autopar import Cluster, Hints, Workload
 from autopar.cost_model.bubble import script, simulate
 from autopar.report.progress import progress
 from autopar.schedule import runs, stage_ranks
-from autopar.solver.candidates import Limits, all_degrees, candidates
+from autopar.solver.candidates import Candidate, Degrees, Limits, all_degrees, candidates
 from autopar.solver.cuts import Units, best_cuts, even_cuts
-from autopar.solver.estimate import bubble, by_rank, in_flight, least_share
-from autopar.solver.outer import ORDINARY, Estimates, Solver
+from autopar.solver.estimate import Estimate, Estimator, bubble, by_rank, in_flight, least_share
+from autopar.solver.outer import ORDINARY, Estimates, Frame, Solver, mesh_of, pins_of, task_of
+from autopar.solver.pipeline import Pipeline
+from autopar.solver.profile import Replica
 from autopar.solver.search import make_frame
+from autopar.solver.spmd import Solved
+from autopar.solver.staged import Stages
 from autopar.specialize import capture_batch
 
 # ---- cuts ----
@@ -88,6 +93,72 @@ def test_closed_forms_are_what_schedules_give(schedule: str, pp: int, chunks: in
     assert least_share(schedule, pp, chunks, count) * 3 * chunks * count <= took.makespan * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+def test_simulated_schedules_hold_what_they_are_known_for(pp: int) -> None:
+    """ZB-2p holds 2 pp - 1 micro-batches on every rank, V-Half half of what 1F1B does and one more, fewer if there are
+    not as many; by simulation."""
+    for schedule, chunks, held in (("zb-2p", 1, 2 * pp - 1), ("v-half", 2, pp // 2 + 1)):
+        simulated = script(schedule, pp, pp * chunks, 4 * pp, True).in_flight
+        assert in_flight(schedule, pp, chunks, 4 * pp).tolist() == [n / chunks for n in simulated] == [held] * pp
+        assert in_flight(schedule, pp, chunks, 2).max() == 2
+
+
+# ---- kinds of ZeRO ----
+
+
+@functools.cache
+def zero_frame(optimizer: str, reshard: bool | None) -> Frame:
+    """A Llama with frozen embeddings on eight H100, whose parameters rest in float32 and are used in bfloat16."""
+    config = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4,
+              "num_hidden_layers": 4, "vocab_size": 8192, "tie_word_embeddings": False}  # fmt: skip
+    with torch.device("meta"):
+        model = models.llama(**config)
+    model.model.embed_tokens.requires_grad_(False)
+    ids = torch.zeros(32, 512, dtype=torch.int64, device="meta")
+    workload = Workload(global_batch=32, seq_len=512, param_dtype="bfloat16", optimizer=optimizer)
+    captured = capture_batch(model, (), {"input_ids": ids, "labels": ids}, precision=workload.precision)
+    hints = Hints(zero=3, reshard_after_forward=reshard) if reshard is not None else Hints()
+    return make_frame(captured, Cluster.parse("h100-sxm:8"), workload, hints, True)
+
+
+def solved_and_estimated(frame: Frame, c: Candidate) -> tuple[Solved, Estimate, Estimator]:
+    """A candidate as it is solved, and as it is estimated."""
+    with progress() as line:
+        estimates = Estimates(frame, line)
+        e = estimates.estimator.estimate(c, ("none",), float("inf"))
+        solved = task_of(frame, estimates, e).solve(mesh_of(c), pins_of(frame, c), float("inf"))
+    assert solved is not None
+    return solved, e, estimates.estimator
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd_momentum", marks=pytest.mark.slow)])
+def test_the_optimizer_is_estimated_as_it_is_priced(optimizer: str) -> None:
+    """The seconds of the optimizer that an estimate has are those of the solved candidate's account."""
+    for zero in (0, 3):
+        c = Candidate(Degrees(1, 8, 1, 1), zero, None, 1, None, 1)
+        solved, _, estimator = solved_and_estimated(zero_frame(optimizer, None), c)
+        assert estimator.optimizer(c) == pytest.approx(solved.breakdown["optimizer"], rel=0.02)
+
+
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_kinds_of_zero_are_estimated_as_they_are_priced(micro_batches: int) -> None:
+    """Bytes of parameters, gradients, optimizer state and copies are those of the account, and seconds about; of ZeRO-3
+    without resharding too, which gathers half as often and keeps what it gathered."""
+    solved, estimated = {}, {}
+    for kind, zero, reshard in (("0", 0, None), ("1", 1, None), ("2", 2, None), ("3", 3, True), ("kept", 3, False)):
+        c = Candidate(Degrees(1, 8, 1, 1), zero, None, micro_batches, None, 1)
+        solved[kind], estimated[kind], estimator = solved_and_estimated(zero_frame("adamw", reshard), c)
+        memory = {**solved[kind].memory, "activations": 0}
+        gathered = estimator.rest(c).max() - sum(memory.values())
+        if kind == "3":  # two blocks are there at once, but no copy lives for longer than its use
+            assert 0 < gathered < 0.5 * solved["2"].memory["copies"]
+        else:
+            assert gathered == pytest.approx(0, abs=0.01 * sum(memory.values()))
+        assert estimated[kind].seconds == pytest.approx(solved[kind].step_time, rel=0.25)
+    for found in ([s.step_time for s in solved.values()], [e.seconds for e in estimated.values()]):
+        assert found[4] < 0.99 * found[3]
+
+
 def test_stages_of_ranks() -> None:
     """Sums by rank follow each schedule's own places of stages."""
     values = np.array([1.0, 10.0, 100.0, 1000.0])
@@ -125,6 +196,26 @@ def test_candidates_keep_hints() -> None:
     whole = replace(limits, parts=False)
     free = [c for d in all_degrees(cluster, Hints(), whole) for c in candidates(d, cluster, Hints(), whole)]
     assert {(c.degrees.pp, c.micro_batches) for c in free} == {(1, 1)}
+
+
+# ---- what all micro-batches share ----
+
+
+def test_what_micro_batches_share_is_kept_whole() -> None:
+    """Cosines and sines are saved once for all micro-batches: a pipeline of one stage keeps what a step without one
+    keeps, and a replica's profile adds up to the same."""
+    captured = capture_batch(models.llama(), (), models.tokens())
+    frame = make_frame(captured, Cluster.parse("cpu:1"), Workload(global_batch=4), Hints(), False)
+    replica = Replica(frame.setting, 1, 1, frame.replica_pins, 4, 4)
+    for count in (1, 2, 4):
+        whole = Stages(frame.setting, replica.assignment, count)
+        staged = Stages(frame.setting, replica.assignment, count, Pipeline(1, "1f1b", (replica.row,)))
+        _, shared = staged.saved
+        assert shared.sum() > 0
+        assert staged.memory(0)["activations"] == whole.memory(0)["activations"]
+        profile = replica.profile(4 // count)
+        saved = profile.saved["none"].sum() + profile.constant["none"].sum()
+        assert saved == pytest.approx(whole.memory(0)["activations"])
 
 
 # ---- models whose batch cannot be cut ----

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.cost_model.communication import collective_seconds
+from autopar.cost_model.compute import optimizer_seconds
 from autopar.schedule import SPLIT_BACKWARD, V_SHAPED, stage_ranks
+from autopar.sharding.zero import Keeping
 from autopar.solver.candidates import Candidate
 from autopar.solver.cuts import Units, best_cuts, even_cuts
-from autopar.solver.profile import Replica
+from autopar.solver.profile import Replica, State
 from autopar.solver.program import Floats, Ints
 
 
@@ -57,7 +59,7 @@ def bubble(
 
 def in_flight(schedule: str | None, pp: int, chunks: int, micro_batches: int) -> Floats:
     """How many micro-batches of all its stages a rank holds activations of at its fullest moment (Narayanan et al.,
-    arXiv:2104.04473; Qi et al., arXiv:2401.10241)."""
+    arXiv:2104.04473; Qi et al., arXiv:2401.10241 and arXiv:2405.15362)."""
     ranks = np.arange(pp, dtype=np.float64)
     held = {
         None: np.ones(1),
@@ -65,6 +67,8 @@ def in_flight(schedule: str | None, pp: int, chunks: int, micro_batches: int) ->
         "1f1b": pp - ranks,
         "interleaved": ((chunks - 1) * pp + 2 * (pp - 1 - ranks) + 1) / chunks,
         "dualpipev": np.full(pp, pp + 0.5),
+        "zb-2p": np.full(pp, 2.0 * pp - 1),
+        "v-half": np.full(pp, pp // 2 + 1.0),
     }.get(schedule, np.full(pp, float(pp)))
     return np.minimum(held, micro_batches)
 
@@ -104,9 +108,9 @@ def shards(c: Candidate) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """One micro-batch on the ranks of a pipeline, without recomputation: the most seconds that a rank has of the
-    ``forward`` and of the ``backward``, the most of both (``busiest``), what ranks wait for one another in a step
-    (``bubble``) and in the transfers between stages."""
+    """Seconds of the ranks of a pipeline. Of one micro-batch the most that a rank has of the ``forward``, of the
+    ``backward`` with what it makes again, and of both (``busiest``); of a step what ranks ``wait`` for one another and
+    for the first and the last transfers between stages."""
 
     forward: float
     backward: float
@@ -116,18 +120,29 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Bytes:
-    """Bytes by rank of parameters as in `profile.State`, the most that a unit has of those that are ``used``, and what
-    the ``first`` and the ``last`` unit of a stage have, the most of all stages; ``units`` is the number that the rank
-    with most has, each of which has its own collectives."""
+    """Bytes by rank of parameters as in `profile.State`; of the rank with most those of parameters, gradients and state
+    that its optimizer has ``stepped``; the most that a unit has of those that are ``used``, and what the ``first`` and
+    the ``last`` unit of a stage have, the most of all stages; ``units`` is the number that the rank with most has, each
+    of which has its own collectives."""
 
     rest: Floats
     gradients: Floats
     used: Floats
     reduced: Floats
+    stepped: tuple[float, float, float]
     largest: float
     first: float
     last: float
     units: int
+
+
+class _Saved(NamedTuple):
+    """Bytes by rank that are saved for the backward: of ``each`` micro-batch, and ``once`` for all of them; and those
+    that the block which is made again holds ``meanwhile``."""
+
+    each: Floats
+    once: Floats
+    meanwhile: float
 
 
 class Estimator:
@@ -136,7 +151,7 @@ class Estimator:
 
     def __init__(self, cluster: Cluster, batch: int, replica: Callable[[int, int, bool], Replica]) -> None:
         self.cluster, self.batch, self.replica = cluster, batch, replica
-        for name in ("cuts", "_work", "_bytes", "_saved", "_collective"):
+        for name in ("cuts", "_work", "_bytes", "_saved", "_collective", "_stepped"):
             setattr(self, name, functools.cache(getattr(self, name)))
 
     def estimate(self, c: Candidate, modes: Sequence[str], budget: float) -> Estimate:
@@ -149,9 +164,13 @@ class Estimator:
         return found
 
     def _with(self, c: Candidate, mode: str) -> Estimate:
-        saved, meanwhile = self._saved(_shape(c), self._samples(c), mode)
-        memory = float((self._rest(c) + saved * self._held(c)).max()) + meanwhile
-        return Estimate(c, mode, self._seconds(c, mode), memory, self.bound(c))
+        return Estimate(c, mode, self._seconds(c, mode), self._memory(c, mode), self.bound(c))
+
+    def _memory(self, c: Candidate, mode: str) -> float:
+        """Bytes of the fullest rank."""
+        saved = self._saved(_shape(c), self._samples(c), mode)
+        held = saved.once + saved.each * self._held(c)
+        return float((self.rest(c) + held).max()) + saved.meanwhile
 
     def _fewest(self, full: Estimate, budget: float) -> Estimate:
         """As many blocks made again as are needed to fit, by bisection."""
@@ -159,9 +178,7 @@ class Estimator:
         low, high = 0, len(self._replica(c).blocks)  # none does not fit, all do
         while high - low > 1:
             middle = (low + high) // 2
-            saved, meanwhile = self._saved(_shape(c), self._samples(c), f"full:{middle}")
-            fits = float((self._rest(c) + saved * self._held(c)).max()) + meanwhile <= budget
-            low, high = (low, middle) if fits else (middle, high)
+            low, high = (low, middle) if self._memory(c, f"full:{middle}") <= budget else (middle, high)
         return full if high == len(self._replica(c).blocks) else self._with(c, f"full:{high}")
 
     def bound(self, c: Candidate) -> float:
@@ -183,7 +200,7 @@ class Estimator:
     def _seconds(self, c: Candidate, mode: str) -> float:
         """Seconds of a step."""
         work = self._work(_shape(c), self._samples(c), c.micro_batches, mode)
-        return c.micro_batches * work.busiest + work.wait + self._exposed(c, work) + self._optimizer(c)
+        return c.micro_batches * work.busiest + work.wait + self._exposed(c, work) + self.optimizer(c)
 
     def _by_rank(self, shape: _Shape, by_unit: Floats) -> Floats:
         first = self.cuts(shape.cp, shape.tp, shape.stages)
@@ -203,45 +220,54 @@ class Estimator:
 
     def _bytes(self, shape: _Shape) -> _Bytes:
         state = self.replica(*shape[:3]).state
-        rest = self._by_rank(shape, state.parameters + state.optimizer)
-        gradients, used, reduced = (self._by_rank(shape, x) for x in (state.gradients, state.used, state.reduced))
+        rest, gradients, used, reduced = (
+            self._by_rank(shape, x) for x in (state.rest, state.gradients, state.used, state.reduced)
+        )
+        stepped = np.stack([self._by_rank(shape, x) for x in (state.trained, state.gradients, state.optimizer)])
+        most = stepped[:, int(stepped.sum(0).argmax())]
         begin = self.cuts(shape.cp, shape.tp, shape.stages)
         first, last = state.used[begin].max(), state.used[[*(begin[1:] - 1), -1]].max()
         count = int(self._by_rank(shape, np.ones_like(state.used)).max())
-        return _Bytes(rest, gradients, used, reduced, float(state.used.max()), float(first), float(last), count)
+        ends = (float(state.used.max()), float(first), float(last))
+        return _Bytes(rest, gradients, used, reduced, (float(most[0]), float(most[1]), float(most[2])), *ends, count)
 
-    def _saved(self, shape: _Shape, samples: int, mode: str) -> tuple[Floats, float]:
-        """Bytes by rank that a micro-batch saves, and what a block that is made again holds meanwhile."""
+    def _saved(self, shape: _Shape, samples: int, mode: str) -> _Saved:
         replica = self.replica(*shape[:3])
-        saved = replica.profile(samples).saved
-        return self._by_rank(shape, replica.chosen(saved, mode)), 0.0 if mode == "none" else float(saved["none"].max())
+        profile = replica.profile(samples)
+        each, once = (self._by_rank(shape, replica.chosen(x, mode)) for x in (profile.saved, profile.constant))
+        return _Saved(each, once, 0.0 if mode == "none" else float(profile.saved["none"].max()))
 
     def _held(self, c: Candidate) -> Floats:
         return in_flight(c.schedule, c.degrees.pp, c.chunks, c.micro_batches)
 
-    def _rest(self, c: Candidate) -> Floats:
-        """Bytes by rank of parameters, gradients, optimizer state and copies."""
-        own, shard = self._bytes(_shape(c)), shards(c)
-        whole = not c.zero or (c.zero == 1 and c.micro_batches > 1)
-        found = own.rest / shard + (own.reduced if whole else own.gradients / shard)
-        copied = self._is_copied(c)
-        return np.asarray(found + own.used if copied else found + self._gathered(c, own.largest))
+    def _keeping(self, c: Candidate) -> Keeping:
+        """How long copies of parameters live, and how often gradients are reduced."""
+        replica = self._replica(c)
+        return replace(replica.setting.zero, stage=c.zero).keeping(shards(c) > 1, replica.state.cast)
 
-    def _is_copied(self, c: Candidate) -> bool:
-        """Whether the copies in which parameters are used live from step to step."""
-        return c.zero in (1, 2) or (not c.zero and self._replica(c).state.cast)
+    def rest(self, c: Candidate) -> Floats:
+        """Bytes by rank of parameters, gradients, optimizer state and copies."""
+        own = self._bytes(_shape(c))
+        return np.asarray(self._resting(c, own) + self._gathered(c, own.largest))
+
+    def _resting(self, c: Candidate, own: State | _Bytes) -> Floats:
+        """Bytes, by unit or by rank as ``own`` has them, of parameters, gradients, optimizer state and the copies of
+        whole parameters that are all there at the end of a forward."""
+        keep, shard = self._keeping(c), shards(c)
+        whole = keep.gradient == "step" and (shard == 1 or c.micro_batches > 1)
+        found = own.rest / shard + (own.reduced if whole else own.gradients / shard)
+        return np.asarray(found if keep.copy == "use" else found + own.used)
 
     def _gathered(self, c: Candidate, largest: float) -> float:
-        """Bytes of the block in use and the one that is gathered ahead."""
-        return 2 * largest if c.zero == 3 else 0.0
+        """Bytes of the block in use and the one that is gathered ahead, where copies live for one use."""
+        made = shards(c) > 1 or self._replica(c).state.cast
+        return 2 * largest if made and self._keeping(c).copy == "use" else 0.0
 
     def best_cuts(self, c: Candidate, mode: str, budget: float) -> Ints:
         """The first unit of every stage of a candidate, the best cut that fits."""
-        replica, shard = self._replica(c), shards(c)
+        replica = self._replica(c)
         profile, state = replica.profile(self._samples(c)), replica.state
-        whole = not c.zero or (c.zero == 1 and c.micro_batches > 1)
-        rest = (state.parameters + state.optimizer) / shard + (state.reduced if whole else state.gradients / shard)
-        rest = rest + state.used if self._is_copied(c) else rest
+        rest = self._resting(c, state) + replica.chosen(profile.constant, mode)
         seconds = profile.seconds + replica.chosen(profile.again, mode)
         row = Units(seconds, rest, replica.chosen(profile.saved, mode))
         short = 0.0 if mode == "none" else float(profile.saved["none"].max())
@@ -255,31 +281,38 @@ class Estimator:
         d, own, shard = c.degrees, self._bytes(_shape(c)), shards(c)
         used, reduced, ranks = float(own.used.max()), float(own.reduced.max()), d.dp * d.cp
         forward, backward = (work.forward, work.backward) if c.micro_batches == 1 else (0.0, 0.0)
-        if not c.zero:
+        if shard == 1:
             return self._beside(self._collective("all_reduce", d.tp, ranks, reduced), backward)
         gather = own.units * self._collective("all_gather", d.tp, shard, used / own.units)
         scatter = own.units * self._collective("reduce_scatter", d.tp, shard, reduced / own.units)
         across = self._collective("all_reduce", d.tp * shard, ranks // shard, reduced / shard)
-        # nothing is beside the first gathers of a direction and the last reductions
-        leads = [self._collective("all_gather", d.tp, shard, n) for n in (own.first, own.last)]
-        ends = self._collective("reduce_scatter", d.tp, shard, own.first * reduced / used)
-        if c.zero == 3:
-            each = self._beside(gather, work.forward) + self._beside(gather + scatter, work.backward)
-            return c.micro_batches * (each + sum(leads) + ends) + across
-        once = self._beside(gather, forward) + across
-        if c.zero == 2:
-            return once + c.micro_batches * (self._beside(scatter, work.backward) + ends)
-        return once + self._beside(scatter, backward)
+        # nothing is beside the first gather of a direction and the last reduction
+        first, last = (self._collective("all_gather", d.tp, shard, n) for n in (own.first, own.last))
+        end = self._collective("reduce_scatter", d.tp, shard, own.first * reduced / used)
+        keep, once, each = self._keeping(c), across, 0.0
+        if keep.copy == "step":
+            once += self._beside(gather, forward)
+        else:
+            each += self._beside(gather, work.forward) + first
+        again = gather if keep.copy == "use" else 0.0
+        if keep.gradient == "step":
+            once += self._beside(scatter, backward)
+        else:
+            each += self._beside(again + scatter, work.backward) + end + (last if again else 0.0)
+        return once + c.micro_batches * each
 
     def _beside(self, communication: float, compute: float) -> float:
         """Seconds that a collective adds to the compute beside it, which it slows down as long as it runs."""
         return max(communication * (1.0 - self.cluster.device.overlap_rate), communication - compute)
 
-    def _optimizer(self, c: Candidate) -> float:
-        """Seconds of reading and writing what the optimizer changes."""
-        own, device = self._bytes(_shape(c)), self.cluster.device
-        moved = float((2 * own.rest + own.gradients).max()) / shards(c)
-        return moved / (device.memory_bandwidth * device.stream_efficiency)
+    def optimizer(self, c: Candidate) -> float:
+        """Seconds of the optimizer's step on the rank that has most to step over."""
+        return self._stepped(_shape(c), shards(c))
+
+    def _stepped(self, shape: _Shape, shard: int) -> float:
+        optimizer = self.replica(*shape[:3]).setting.optimizer
+        parameters, gradients, state = (nbytes / shard for nbytes in self._bytes(shape).stepped)
+        return optimizer_seconds(optimizer, parameters, gradients, state, self.cluster.device)
 
     def _collective(self, kind: str, stride: int, size: int, nbytes: float) -> float:
         """Seconds of a collective over ``size`` ranks that are ``stride`` apart."""

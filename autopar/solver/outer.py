@@ -7,6 +7,7 @@ in stages and simulated. The fastest that fits wins.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -24,7 +25,7 @@ from autopar.solver.candidates import MICRO_BATCH_SIZES, Candidate, Degrees, Lim
 from autopar.solver.carry import hint_pins
 from autopar.solver.costs import state_bytes
 from autopar.solver.estimate import Estimate, Estimator
-from autopar.solver.peaks import peak_of
+from autopar.solver.peaks import peaks_of
 from autopar.solver.pipeline import Pipeline, hinted
 from autopar.solver.profile import Replica
 from autopar.solver.setting import Setting, keepings
@@ -93,13 +94,14 @@ class Frame:
 
 @dataclass(frozen=True)
 class Found:
-    """A candidate that was solved; ``peak`` are bytes by kind at the fullest moment of its fullest rank."""
+    """A candidate that was solved; ``peaks`` are bytes by kind at the fullest moment of every rank of its pipeline, of
+    one rank without."""
 
     estimate: Estimate
     pipeline: Pipeline | None
     setting: Setting
     solved: Solved
-    peak: dict[str, int]
+    peaks: tuple[dict[str, int], ...]
 
     @property
     def candidate(self) -> Candidate:
@@ -108,8 +110,8 @@ class Found:
 
     @property
     def needed(self) -> int:
-        """Bytes a device."""
-        return sum(self.peak.values())
+        """Bytes of the fullest device."""
+        return max(sum(kinds.values()) for kinds in self.peaks)
 
 
 class Estimates:
@@ -120,6 +122,12 @@ class Estimates:
         self.replica = functools.cache(self._replica)
         self._asked: list[tuple[int, int]] = []
         self.estimator = Estimator(frame.cluster, frame.limits.batch, self.replica)
+
+    def within(self, budget: float) -> Estimates:
+        """The estimates for another budget; what has been solved is shared."""
+        found = copy.copy(self)
+        found.frame = replace(self.frame, budget=budget)
+        return found
 
     @functools.cached_property
     def degrees(self) -> dict[tuple[int, int], list[Degrees]]:
@@ -293,7 +301,7 @@ class Solver:
         task = task_of(frame, self.estimates, e)
         limit, short = frame.budget, 0.0
         while (solved := task.solve(mesh_of(c), pins_of(frame, c), limit)) is not None:
-            found = Found(e, task.pipeline, task.setting, solved, peak(task, solved, c.micro_batches))
+            found = Found(e, task.pipeline, task.setting, solved, peaks(task, solved, c.micro_batches))
             self.errors[_kind(e)] = solved.step_time / e.seconds
             if found.needed <= frame.budget:
                 self.found.append(found)
@@ -315,12 +323,12 @@ def task_of(frame: Frame, estimates: Estimates, e: Estimate) -> Task:
     return Task(setting, _pipeline(frame, estimates, e))
 
 
-def peak(task: Task, solved: Solved, micro_batches: int) -> dict[str, int]:
-    """Bytes by kind at the fullest moment of the fullest rank."""
+def peaks(task: Task, solved: Solved, micro_batches: int) -> tuple[dict[str, int], ...]:
+    """Bytes by kind at the fullest moment of every rank of the pipeline, of one rank without."""
     setting, assignment = task.setting, solved.assignment
     held = kept(setting.operators, assignment, made_again(setting.operators, setting.recompute))
     keep = keepings(setting.captured, assignment, setting.zero)
-    return peak_of(setting, assignment, held, keep, micro_batches, task.pipeline)
+    return peaks_of(setting, assignment, held, keep, micro_batches, task.pipeline)
 
 
 def _pipeline(frame: Frame, estimates: Estimates, e: Estimate) -> Pipeline | None:
@@ -334,10 +342,10 @@ def _pipeline(frame: Frame, estimates: Estimates, e: Estimate) -> Pipeline | Non
     return Pipeline(d.pp, c.schedule, tuple(tuple(row[a:b]) for a, b in itertools.pairwise([*first, len(row)])))
 
 
-def least_memory(frame: Frame, line: Progress) -> Found | None:
+def least_memory(estimates: Estimates) -> Found | None:
     """The plan that needs the fewest bytes, of the candidates that are estimated to; None if none is possible. Which
     those are does not depend on the budget, so that a limit that an error asks for is enough."""
-    estimates = Estimates(replace(frame, budget=0.0), line)
+    estimates = estimates.within(0.0)
     every = [e for preferred in (True, False) for e in estimates.all(preferred=preferred, hopeless=True)]
     # estimates do not tell apart what is small: gradients of micro-batches are added up beside one another, and kinds
     # of ZeRO differ in what lives shortly
@@ -347,8 +355,8 @@ def least_memory(frame: Frame, line: Progress) -> Found | None:
         smallest.setdefault((c.degrees, c.micro_batches == 1, c.zero == 3), e)
     found: list[Found] = []
     for e in itertools.islice(smallest.values(), SMALLEST_SOLVED):
-        task, c = task_of(frame, estimates, e), e.candidate
-        _, solved = task.least_memory(mesh_of(c), pins_of(frame, c))
+        task, c = task_of(estimates.frame, estimates, e), e.candidate
+        _, solved = task.least_memory(mesh_of(c), pins_of(estimates.frame, c))
         if solved is not None:
-            found.append(Found(e, task.pipeline, task.setting, solved, peak(task, solved, c.micro_batches)))
+            found.append(Found(e, task.pipeline, task.setting, solved, peaks(task, solved, c.micro_batches)))
     return min(found, key=lambda f: f.needed, default=None)

@@ -134,7 +134,7 @@ class _Search:
             step_time=best.step_time,
             breakdown=best.breakdown,
             memory=best.memory,
-            peak=found.peak,
+            peaks=found.peaks,
             gap=max(0.0, best.step_time / bound - 1.0) if bound > 0 else 0.0,
             gap_space=GAP_SPACE,
             parameters=parameters,
@@ -167,7 +167,7 @@ class _Search:
 
     def _smallest(self, every: Sequence[Estimate]) -> Plan:
         """The plan that keeps the fewest bytes, if that fits, else InfeasibleError."""
-        least = least_memory(self.frame, self.line)
+        least = least_memory(self.estimates)
         if least is None:
             raise _cannot_be_kept(self.frame)
         if least.needed <= self.frame.budget:
@@ -176,7 +176,7 @@ class _Search:
         free = None
         if self.frame.hints.to_dict().keys() - {"memory_limit"}:
             frame = replace(self.frame, hints=Hints(), pins=hint_pins(self.frame.setting.captured, Hints()))
-            free = least_memory(frame, self.line)
+            free = least_memory(Estimates(frame, self.line))
         raise _no_plan(self.frame, least, free)
 
 
