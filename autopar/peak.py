@@ -35,10 +35,10 @@ from autopar.workload import Workload
 def with_peak(
     plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], captured: Captured
 ) -> Plan:
-    """``plan`` with ``peak`` as its program on the batch that was ``captured`` has it, of its fullest rank."""
+    """``plan`` with ``peaks`` as its program on the batch that was ``captured`` has them."""
     if plan.schedule is not None:
         ranks = _of_ranks(plan, specialize_step(model, plan, args, kwargs, captured=captured))
-        return replace(plan, peak=max(ranks, key=lambda kinds: sum(kinds.values())))
+        return replace(plan, peaks=ranks)
     moments = [_optimizer_moment(plan, captured)]
     if plan.num_micro_batches > 1:
         step = specialize_step(model, plan, args, kwargs, captured=captured)
@@ -46,7 +46,7 @@ def with_peak(
     else:
         special = specialize(model, plan, args, kwargs, captured=captured)
         moments = [*_of_program(special.loss_only(), _given(special), moments[0])]
-    return replace(plan, peak=fullest(Cluster.from_dict(plan.cluster).device, plan.memory, moments))
+    return replace(plan, peaks=(fullest(Cluster.from_dict(plan.cluster).device, plan.memory, moments),))
 
 
 def _of_ranks(plan: Plan, step: StepProgram) -> tuple[Moment, ...]:

@@ -34,7 +34,7 @@ from autopar.sharding.zero import COPIES, REDUCED
 from autopar.workload import Workload
 
 #: Raised whenever a plan that an older autopar wrote would be misread.
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ class Plan:
     ``breakdown`` has the seconds of ``compute``, ``exposed
     communication``, ``bubble`` and ``optimizer``, which add up to ``step_time``, of the slowest rank of a simulation of
     ``timing`` (None in a plan written by hand); ``memory`` has bytes by kind, each at its most, and
-    ``peak`` those that are alive at the moment when most are, with what lives shortly (``transients``).
+    ``peaks`` those that are alive at the moment when most are, with what lives shortly (``transients``), of every rank
+    of pp.
     ``stages`` are the modules of every pipeline stage (blocks, and modules outside of them that own parameters), in the
     order in which they run, as many stages a rank of pp as ``schedule`` has; one stage without a pipeline, and then
     ``schedule`` is None. ``recompute`` says what the backward makes again instead of keeping it (`sharding.recompute`).
@@ -133,7 +134,7 @@ class Plan:
     step_time: float
     breakdown: dict[str, float]
     memory: dict[str, int]
-    peak: dict[str, int]
+    peaks: tuple[dict[str, int], ...]
     gap: float
     gap_space: str
     parameters: dict[str, ParameterPlan]
@@ -149,6 +150,11 @@ class Plan:
     decisions: tuple[Decision, ...] = ()
     timing: Timing | None = None
     version: int = PLAN_VERSION
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes by kind at the fullest moment of a step, of the rank of pp with most."""
+        return max(self.peaks, key=lambda kinds: sum(kinds.values()))
 
     @property
     def peak_memory(self) -> int:
@@ -372,6 +378,8 @@ def _check_pipeline(plan: Plan) -> None:
     if (plan.schedule is None) != (pp == 1) or (plan.schedule is not None and plan.schedule not in ALL_SCHEDULES):
         expected = f"one of {', '.join(ALL_SCHEDULES)}" if pp > 1 else "null, because pp is 1"
         raise _bad("plan.schedule", expected, plan.schedule)
+    if len(plan.peaks) != pp:
+        raise _bad("plan.peaks", f"one for each of the {pp} ranks of pp", plan.peaks)
     if plan.schedule is not None:
         try:
             check_schedule(plan.schedule, pp, len(plan.stages), plan.num_micro_batches)

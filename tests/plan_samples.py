@@ -28,8 +28,8 @@ def sample_plan(**changes: Any) -> Plan:
         "breakdown": {"compute": 0.340, "exposed communication": 0.062, "bubble": 0.0, "optimizer": 0.010},
         "memory": {"parameters": 2 * GIB, "gradients": 2 * GIB, "optimizer": 4 * GIB,
                    "activations": 12 * GIB + 512 * MIB},
-        "peak": {"parameters": 2 * GIB, "gradients": 2 * GIB, "optimizer": 4 * GIB,
-                 "activations": 11 * GIB + 512 * MIB, "transients": 1 * GIB},
+        "peaks": ({"parameters": 2 * GIB, "gradients": 2 * GIB, "optimizer": 4 * GIB,
+                   "activations": 11 * GIB + 512 * MIB, "transients": 1 * GIB},),
         "gap": 0.007,
         "gap_space": "every split of every operator on this mesh",
         "parameters": {

@@ -205,7 +205,7 @@ def test_what_differs() -> None:
     norm = ParameterPlan((32,), Layout((("tp",),)))
     other = sample_plan(
         zero=1, schedule=None, recompute="full", step_time=0.824, breakdown={**mine.breakdown, "compute": 0.752},
-        memory={**mine.memory, "activations": GIB}, peak={**mine.peak, "activations": GIB},
+        memory={**mine.memory, "activations": GIB}, peaks=({**mine.peak, "activations": GIB},),
         parameters={**mine.parameters, "model.norm.weight": norm}, hints={"tp": 2, "recompute": "full"},
         layers=(*mine.layers[:1], LayerSummary("model.layers.*.mlp", 30, (("batch", "dp"), ("hidden", "tp"))),
                 mine.layers[2]),

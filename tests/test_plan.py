@@ -157,6 +157,7 @@ BAD = {
     "a time that is not finite": (put("breakdown", "compute", value=float("nan")), r"plan\.breakdown\.compute"),
     "a text that is a number": (put("model", value=3), r"plan\.model is malformed[\s\S]*text"),
     "a list that is none": (put("layers", value={}), r"plan\.layers is malformed[\s\S]*a list"),
+    "peaks of another number of ranks": (put("peaks", value=[]), r"plan\.peaks is malformed[\s\S]*the 1 ranks of pp"),
     "an object that is none": (put("memory", value=[]), r"plan\.memory is malformed[\s\S]*an object"),
     "a record that is none": (put("alternatives", 0, value=7), r"plan\.alternatives\[0\] is malformed[\s\S]*an object"),
     "a pair of three": (put("layers", 0, "splits", 0, value=list("abc")), r"splits\[0\] is malformed[\s\S]*list of 2"),

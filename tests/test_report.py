@@ -114,6 +114,38 @@ def test_memory_is_compared_with_the_lower_limit(limit: str, said: str) -> None:
     assert f"total 20.5 GiB {said}" in lines_of(sample_plan(hints={"memory_limit": limit}).report())
 
 
+def test_memory_of_every_rank_of_a_pipeline() -> None:
+    """Ranks of a pipeline differ: a row for each, neighbours that are alike in one; no rows without a pipeline."""
+    first = {"parameters": GIB, "activations": 4 * GIB, "workspace": GIB, "slack": GIB // 2}
+    middle = {"parameters": GIB}
+    last = {"parameters": 3 * GIB, "activations": 1536 * MIB}
+    plan = sample_plan(degrees={"pp": 4, "dp": 2, "cp": 1, "tp": 1}, schedule="1f1b",
+                       peaks=(first, middle, middle, last), stages=(("a",), ("b",), ("c",), ("d",)))  # fmt: skip
+    lines = lines_of(plan.report())
+    at = lines.index("Memory of the ranks of pp, of each at its peak")
+    assert lines[at + 1 : at + 6] == [
+        "pp rank parameters activations other total",
+        "0 1 GiB 4 GiB 1.5 GiB 6.5 GiB",
+        "1 to 2 1 GiB 0 0 1 GiB",
+        "3 3 GiB 1.5 GiB 0 4.5 GiB",
+        "",
+    ]
+    assert plan.peak == first and plan.peak_memory == 6 * GIB + GIB // 2
+    assert "total 6.5 GiB 8.2% of the 79.1 GiB of the device" in lines
+    assert not any("ranks of pp" in line for line in sample_plan().report().splitlines())
+
+
+def test_memory_of_ranks_is_not_wider_than_the_report() -> None:
+    """All kinds at once, with the widest numbers there are."""
+    kinds = ("parameters", "gradients", "optimizer", "activations", "copies", "transients", "workspace", "slack")
+    peaks = tuple(dict.fromkeys(kinds, int((1.11 + 0.01 * rank) * GIB)) for rank in range(16))
+    plan = sample_plan(degrees={"pp": 16, "dp": 1, "cp": 1, "tp": 1}, schedule="1f1b", peaks=peaks,
+                       stages=tuple((f"layers.{i}",) for i in range(16)))  # fmt: skip
+    report = plan.report()
+    assert max(map(len, report.splitlines())) <= 100
+    assert "15 1.26 GiB 1.26 GiB 1.26 GiB 1.26 GiB 1.26 GiB 1.26 GiB 2.52 GiB 10.1 GiB" in lines_of(report)
+
+
 def test_markup_in_names_is_text() -> None:
     assert "[red]Net[/red] on" in sample_plan(model="[red]Net[/red]").report()
 
