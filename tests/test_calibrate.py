@@ -22,6 +22,7 @@ def product(n: int) -> Work:
     return Work(2.0 * n**3, 3 * 4 * n**2, torch.float32, "matmul", 1, n, n, n)
 
 
+@pytest.mark.slow
 def test_calibrated_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a process group compute and memory are measured and links stay those of the preset; the file is the
     cluster."""

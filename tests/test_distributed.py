@@ -15,6 +15,8 @@ SCRIPTS = Path(__file__).resolve().parent / "dist"
 TIMEOUT = 240  # seconds; a hang must not look like slowness
 LAYOUTS = ["free", "tp=2, zero=3", "dp forced", "dp forced, zero=3"]
 FEATURES = ["optimizers", "module", "loss_outside", "logits_outside", "meta", "shapes", "frozen", "accumulated"]
+#: Two processes by default: two cores hardly run four.
+RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
 ENDS = ["criterion", "several_results", "buffers", "evaluation", "all_frozen", "deferred"]
 
 pytestmark = pytest.mark.dist
@@ -71,28 +73,31 @@ def test_training_equals_eager(model: str, processes: int) -> None:
     assert_all_ok(torchrun(processes, SCRIPTS / "parity.py", model), processes, LAYOUTS)
 
 
-@pytest.mark.parametrize("model", ["bert", *(pytest.param(m, marks=pytest.mark.slow)
-                                            for m in ("t5", "vit", "gemma3", "resnet"))])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["bert", "t5", "vit", "gemma3", "resnet"])
 def test_training_equals_eager_in_float64(model: str) -> None:
     """The same to 1e-10, for an encoder, an encoder-decoder with a learned position bias, an image model, alternating
     windows and soft caps, and convolutions with batch norm."""
     assert_all_ok(torchrun(2, SCRIPTS / "parity.py", model), 2, LAYOUTS)
 
 
-def test_the_module_is_used_as_the_model() -> None:
+@pytest.mark.parametrize("processes", RANKS)
+def test_the_module_is_used_as_the_model(processes: int) -> None:
     """foreach and fused optimizers; attributes, evaluation, logits and state_dict; losses computed outside; meta
-    models; other batch shapes; frozen parameters; accumulated gradients (``features.py``), on four ranks."""
-    assert_all_ok(torchrun(4, SCRIPTS / "features.py"), 4, FEATURES)
+    models; other batch shapes; frozen parameters; accumulated gradients (``features.py``), on four ranks under both
+    axes."""
+    assert_all_ok(torchrun(processes, SCRIPTS / "features.py"), processes, FEATURES)
 
 
-def test_the_ends_of_real_loops() -> None:
+@pytest.mark.parametrize("processes", RANKS)
+def test_the_ends_of_real_loops(processes: int) -> None:
     """Losses outside the model, several results or none used, batch norm and other buffers, evaluation, models frozen
-    whole, logits on demand (``ends.py``), on four ranks."""
-    assert_all_ok(torchrun(4, SCRIPTS / "ends.py"), 4, ENDS)
+    whole, logits on demand (``ends.py``), on four ranks under both axes too."""
+    assert_all_ok(torchrun(processes, SCRIPTS / "ends.py"), processes, ENDS)
 
 
 @pytest.mark.parametrize(("what", "message"), [
-    ("world_size", "PlanError: the plan is for 4 ranks and 2 are running"),
+    pytest.param("world_size", "PlanError: the plan is for 4 ranks and 2 are running", marks=pytest.mark.slow),
     pytest.param("batch_shapes", "RuntimeFailure: ranks [1] passed another batch than rank 0", marks=pytest.mark.slow),
     ("later_batch_shapes", "RuntimeFailure: ranks [1] passed another batch than rank 0"),
     ("planning", "InfeasibleError: no plan fits into the memory of a device"),

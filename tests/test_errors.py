@@ -309,8 +309,9 @@ def bytes_of(pattern: str, text: str) -> int:
 
 
 @pytest.mark.parametrize("degrees", [
-    {}, {"tp": 1, "zero": 0},
-    *(pytest.param(d, marks=pytest.mark.slow) for d in ({"tp": 1}, {"dp": 2, "tp": 2, "zero": 3})),
+    {},
+    *(pytest.param(d, marks=pytest.mark.slow)
+      for d in ({"tp": 1, "zero": 0}, {"tp": 1}, {"dp": 2, "tp": 2, "zero": 3})),
 ], ids=str)  # fmt: skip
 def test_model_that_does_not_fit(degrees: dict[str, int]) -> None:
     """The bytes that the error asks for are enough, the bytes missing are the difference, and the plan that it names is
@@ -337,14 +338,18 @@ def test_model_that_does_not_fit(degrees: dict[str, int]) -> None:
         assert bytes_of(r"(\d+) bytes .* too many", failed.found) == 1
 
 
-def test_model_that_fits_without_hints() -> None:
+@pytest.mark.parametrize(("model", "batch"), [
+    (models.mlp, X), pytest.param(models.llama, TOKENS, marks=pytest.mark.slow)])  # fmt: skip
+def test_model_that_fits_without_hints(model: Callable[[], nn.Module], batch: Any) -> None:
     """Where only the hints are in the way, the plan that fits without them is named, and fits."""
-    least = bytes_of(r"raise the limit to (\d+) bytes", raised(
-        InfeasibleError, lambda: plan(hints=Hints(memory_limit=1000), example_inputs=TOKENS)).change)  # fmt: skip
-    hints = Hints(tp=1, zero=0, memory_limit=least)
-    error = raised(InfeasibleError, lambda: plan(hints=hints, example_inputs=TOKENS))
+    def made(hints: Hints) -> autopar.Plan:
+        return plan(model(), hints=hints, example_inputs=batch)
+
+    least = bytes_of(r"raise the limit to (\d+) bytes",
+                     raised(InfeasibleError, lambda: made(Hints(memory_limit=1000))).change)  # fmt: skip
+    error = raised(InfeasibleError, lambda: made(Hints(tp=1, zero=0, memory_limit=least)))
     check(error, change=r"drop hints: .*dp=\d, (cp=\d, )?tp=\d with \d+ bytes .*fits")
-    plan(hints=Hints(memory_limit=least), example_inputs=TOKENS)
+    assert made(Hints(memory_limit=least)).peak_memory <= least
 
 
 def test_model_that_does_not_fit_the_device() -> None:

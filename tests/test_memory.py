@@ -52,7 +52,12 @@ def _forward_values(
 
 
 def _cases() -> list[Any]:
-    found = [pytest.param(case, hints, id=f"{case.name}-{name}") for case in CASES for name, hints in HINTS.items()]
+    free = ("llama", "mlp")  # others are searched for as long and have nothing else to show
+    found = [
+        pytest.param(case, hints, id=f"{case.name}-{name}",
+                     marks=[pytest.mark.slow] * (name == "free" and case.name not in free))
+        for case in CASES for name, hints in HINTS.items()
+    ]  # fmt: skip
     for case in CASES:
         for i, (name, hints) in enumerate(RECOMPUTE.items()):
             if case.name != "mlp" or hints.recompute == "selective":  # which has no blocks

@@ -322,16 +322,27 @@ def _coarse_output(graph: Graph, node: fx.Node) -> None:
     node.args = (tuple(rounded),)
 
 
-def test_in_bfloat16() -> None:
-    """Where errors are only compared with those of one process, a wrong program fails as well, and so does one that is
-    right and too coarse."""
+@functools.cache
+def in_bfloat16() -> tuple[nn.Module, Batch, Specialization]:
+    """A model in bfloat16 with its batch and the program of a rank on both axes."""
     model, batch = TRANSFORMER.make(torch.bfloat16)
     plan = autopar.plan(model, "cpu:1x4", hints=Hints(dp=2, tp=2, zero=0), example_inputs=batch)
-    special = specialize(model, plan, (), batch)
-    assert compare(model, special, (), batch).ok
+    return model, batch, specialize(model, plan, (), batch)
+
+
+@pytest.mark.slow
+def test_removed_reductions_in_bfloat16() -> None:
+    """Where errors are only compared with those of one process, a wrong program fails as well."""
+    model, batch, special = in_bfloat16()
     wrong = [(place, compare(model, mutant, (), batch).ok) for place, mutant in mutants(special, REMOVE_REDUCTION)]
     assert len(wrong) >= 7  # a loss and its count are one
     assert not [place for place, ok in wrong if ok]
+
+
+def test_too_coarse_in_bfloat16() -> None:
+    """So does one that is right and too coarse, and the program itself passes."""
+    model, batch, special = in_bfloat16()
+    assert compare(model, special, (), batch).ok
     rounded = Mutation(lambda graph, node: node.op == "output", _coarse_output)
     (_, (_, coarse)) = mutants(special, rounded)
     report = compare(model, coarse, (), batch)

@@ -78,6 +78,7 @@ def test_same_plan_in_two_processes() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_same_plan_again_in_one_process() -> None:
     """Planning leaves nothing behind that would change the next plan."""
     makers = (models.llama, models.gpt2, models.llama)
@@ -164,7 +165,8 @@ def test_a_small_memory_is_met_by_splitting_state() -> None:
 
 
 @pytest.mark.parametrize("hints", [
-    Hints(dp=4), Hints(tp=4), Hints(tp=2), Hints(dp=2, zero=3), Hints(dp=4, zero=0), Hints(tp=2, zero=3),
+    *(pytest.param(h, marks=pytest.mark.slow) for h in (Hints(tp=4), Hints(dp=4, zero=0), Hints(tp=2, zero=3))),
+    Hints(dp=4), Hints(tp=2), Hints(dp=2, zero=3),
     Hints(tp=2, shard={"model.layers.*.mlp.down_proj.weight": {"tp": 0}}),
     Hints(tp=2, shard={"*.q_proj.weight": {"tp": 1}, "lm_head.weight": {"tp": 1}}),
     Hints(tp=2, zero=3, shard={"model.layers.*.mlp.up_proj.weight": {"tp": 0, "dp": 0}}),
@@ -186,6 +188,7 @@ def test_hints_are_kept(hints: Hints) -> None:
     assert Hints.from_dict(plan.hints) == hints
 
 
+@pytest.mark.slow
 def test_a_hint_costs_time_or_nothing() -> None:
     """No plan under a hint is faster than the free one, on either mesh shape or any storage."""
     model, batch = models.llama(), models.tokens()
@@ -203,7 +206,8 @@ def program_hash(special: Specialization) -> str:
     return special.program.hash()
 
 
-@pytest.mark.parametrize("hints", [None, Hints(tp=2, zero=3)], ids=str)
+@pytest.mark.parametrize("hints", [None, pytest.param(Hints(tp=2, zero=3), marks=pytest.mark.slow)],
+                         ids=["free", "tp2-zero3"])  # fmt: skip
 def test_saved_plan_gives_the_same_program(hints: Hints | None, tmp_path: Path) -> None:
     """A plan read from a file is equal, and so is the program that it makes, down to its text."""
     model, batch = models.llama(), models.tokens()

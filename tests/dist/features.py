@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,8 @@ from training import Pair, assert_close, check_is_split, join, parameters, say, 
 import autopar
 from autopar import Hints
 
-BOTH = Hints(tp=2, zero=3)
+#: Both axes on four ranks, one on two.
+BOTH = Hints(tp=2, zero=3) if os.environ["WORLD_SIZE"] == "4" else Hints(dp=2, zero=3)
 
 
 def optimizers() -> None:
