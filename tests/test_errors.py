@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -245,6 +246,21 @@ def test_unknown_cluster() -> None:
     check(error, expected="PRESET:HOSTSxDEVICES", change="h100-sxm:16x8")
 
 
+def test_typo_in_a_cluster_file(tmp_path: Path) -> None:
+    """The file, the key and the nearest one are named, of the file itself, of its device, and of the preset."""
+    file = tmp_path / "mine.toml"
+    for text, what, found, change in (
+        ('preset = "h100-sxm"\nhosts = 2\ndevice_per_host = 8', "mine.toml", "device_per_host", "devices_per_host"),
+        ('preset = "h100-sxm"\nhosts = 2\ndevices_per_host = 8\n[device]\nmemory_gb = 70', "mine.toml: device",
+         "memory_gb", "memory_gib"),
+        ('preset = "h100-sxn"\nhosts = 2\ndevices_per_host = 8', "h100-sxn", "h100-sxn", "h100-sxm"),
+        ('preset = "h100-sxm"\nhosts = "2"\ndevices_per_host = 8', "mine.toml", "'2'", "hosts"),
+    ):
+        file.write_text(text)
+        error = raised(ClusterError, lambda: plan(cluster=autopar.Cluster.load(file)))
+        check(error, what=what, found=found, change=change)
+
+
 @pytest.mark.parametrize(("name", "value", "kind", "found"), [
     ("cluster", 4, ClusterError, "int: 4"),
     ("workload", {"seq_len": 8}, WorkloadError, "dict"),
@@ -292,6 +308,9 @@ def test_degrees_that_the_batch_or_the_sequence_does_not_have() -> None:
     error = raised(HintError, lambda: plan(hints=Hints(cp=2), workload=Workload(global_batch=4, seq_len=7)))
     check(error, what="cp=2 does not divide the sequence", expected="that 2 divides", found="seq_len=7",
           change="cp that divides 7, or pad")  # fmt: skip
+    error = raised(HintError, lambda: plan(hints=Hints(pp=1, tp=1), workload=Workload(global_batch=2, seq_len=7)))
+    check(error, what="cannot be kept together", expected="pp x dp x cp x tp = 4 .* batch and sequence divide",
+          found="a global batch of 2, sequences of 7 ", change="degrees that divide .* batch and sequence")  # fmt: skip
     fixed = Hints(pp=1, cp=1, tp=1)  # which leaves dp=4
     error = raised(HintError, lambda: plan(hints=fixed, workload=Workload(global_batch=2, seq_len=8)))
     check(error, what="cannot be kept together", found="cp=1, tp=1 and pp=1 cannot be kept together; without any one",

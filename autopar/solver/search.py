@@ -236,9 +236,10 @@ def _cannot_be_kept(frame: Frame) -> HintError:
         check_schedule(hints.schedule, hints.pp, stages, batch // (ranks[0] * size))
     return HintError(
         "the hints cannot be kept together",
-        expected=f"a mesh pp x dp x cp x tp = {frame.cluster.size} on which hinted dims and the batch divide",
-        found=f"none for {hints.to_dict()}, a global batch of {batch} and {frame.limits.units} units for stages",
-        change="drop a hint, or give degrees that divide the hinted dims and the batch",
+        expected=f"a mesh pp x dp x cp x tp = {frame.cluster.size} on which hinted dims, batch and sequence divide",
+        found=f"none for {hints.to_dict()}, a global batch of {batch}, sequences of {frame.limits.sequence} and "
+        f"{frame.limits.units} units for stages",
+        change="drop a hint, or give degrees that divide the hinted dims, batch and sequence",
     )
 
 
