@@ -1,4 +1,5 @@
-"""What the user fixes of a plan: degrees, ZeRO, a memory limit, and how named parameters are split.
+"""What the user fixes of a plan: degrees, pipeline, ZeRO, micro-batches, recomputation, memory, and how named
+parameters are split.
 
 A parameter pattern is a name in which ``*`` stands for one or more characters of any kind, dots included; everything
 else is literal. So ``*`` between dots stands for one path component or several: ``model.layers.*.weight`` matches
@@ -87,10 +88,9 @@ class Hints:
     that own parameters) to pipeline stages, ``zero`` is 0 to 3, ``zero_group_size`` says over how many ranks of dp (x
     cp) ZeRO splits state, of which the other ranks have replicas (hybrid ZeRO), ``reshard_after_forward=False``
     (FSDP2's word) keeps what ZeRO-3 gathers for a forward until its backward (`sharding.zero`), ``micro_batch_size`` is
-    in samples a rank, ``recompute`` is
-    "none", "selective", "full", or "full:4" for the first four blocks alone (`sharding.recompute`), ``memory_limit`` is
-    bytes a device (as `parse_bytes` reads them),
-    ``shard`` maps parameter patterns (see the module) to the dim that each axis splits, e.g.
+    in samples a rank, ``recompute`` is "none", "selective", "full", or "full:4" for the first four blocks alone
+    (`sharding.recompute`), ``memory_limit`` is bytes a device (as `parse_bytes` reads them), ``shard`` maps parameter
+    patterns (see the module) to the dim that each axis splits, e.g.
     ``{"model.layers.*.mlp.down_proj.weight": {"tp": 1}}``. HintError for bad values and for hints that contradict each
     other whatever the model; what depends on model and cluster is for `check_hints`.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from autopar.peak import with_peak
 from autopar.specialize import capture_batch
 
 aten = torch.ops.aten
-BOUND = 0.05  # of what is tracked
+BOUND = 0.02  # of what is tracked
 
 
 def graph_of(write: Any) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
@@ -158,11 +159,12 @@ def test_a_peak_that_does_not_fit_is_no_plan() -> None:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["dp4, zero 3, full", "dp2, tp2, 4 micro-batches"])
-def test_predicted_is_tracked_on_four_ranks(name: str) -> None:
+def test_predicted_is_tracked_on_four_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plans of ``benchmarks/memory.py`` that have most going on at once."""
     path = Path(__file__).resolve().parent.parent / "benchmarks" / "memory.py"
     spec = importlib.util.spec_from_file_location("memory_benchmark", path)
     assert spec is not None and spec.loader is not None
     benchmark = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, benchmark)  # dataclasses look there for their annotations
     spec.loader.exec_module(benchmark)
     assert benchmark.measure(name).ratio == pytest.approx(1.0, abs=BOUND)
