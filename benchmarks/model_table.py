@@ -43,8 +43,8 @@ Written by `python benchmarks/model_table.py` with torch {torch.__version__.part
 Every model below is built small, captured, planned with tp={RANKS} and run on {RANKS} simulated ranks in float64.
 Works: all results and gradients agree with eager PyTorch on the untouched model to 1e-10, and at least {SPLIT:.0%} of
 the FLOPs are split over the ranks. Partly: it agrees, and more is repeated. Refused: a `CaptureError` with the reason.
-`tests/test_zoo.py` and `tests/test_plain_models.py` have the same in float32 and float64 on 2, 4 and 8 ranks, free and
-under every forced degree, with and without ZeRO-3 (most of it marked slow), and hold the {SPLIT:.0%} everywhere.
+`tests/test_zoo.py` and `tests/test_plain_models.py` have the same in float32 and float64 on 2, 4 and 8 ranks, free
+and with dp, tp or both forced, with and without ZeRO-3 (most of it marked slow), and hold the {SPLIT:.0%} everywhere.
 
 ## transformers
 
