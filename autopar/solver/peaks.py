@@ -75,10 +75,10 @@ def peaks_of(
 ) -> tuple[dict[str, int], ...]:
     """`peak_of` of every rank of the pipeline, of one rank without."""
     if pipeline is not None:
-        lives = _stage_lives(setting, assignment, keep, micro_batches, pipeline)
+        lives = stage_lives(setting, assignment, keep, micro_batches, pipeline)
         return of_ranks(setting, assignment, keep, micro_batches, pipeline, lives)
     memory = memory_of(setting, assignment, held, keep, micro_batches)
-    own = _life(setting, assignment, keep, micro_batches)
+    own = step_life(setting, assignment, keep, micro_batches)
     stepped = optimizer_moment(setting, assignment, memory[GRADIENTS])
     if micro_batches == 1:  # copies that are kept from step to step are there while the optimizer runs too
         stepped = _sum(stepped, {COPIES: own.copies})
@@ -154,7 +154,9 @@ class StageLife:
     copies: int
 
 
-def _life(setting: Setting, assignment: Assignment, keeping: Mapping[str, Keeping], micro_batches: int) -> StageLife:
+def step_life(
+    setting: Setting, assignment: Assignment, keeping: Mapping[str, Keeping], micro_batches: int
+) -> StageLife:
     """The life of a step that is not cut into stages."""
     short = shorten(setting.captured, setting.operators, rows(setting.captured, assignment, _is_made_again(setting)))
     tape, _, found = _tape(setting, assignment, keeping, micro_batches, short)
@@ -207,14 +209,14 @@ def of_ranks(
     return tuple(found)
 
 
-def _stage_lives(
+def stage_lives(
     setting: Setting,
     assignment: Assignment,
     keeping: Mapping[str, Keeping],
     micro_batches: int,
     pipeline: Pipeline,
 ) -> list[StageLife]:
-    """The life of every stage; those that are alike are looked at once."""
+    """The life of every stage of a pipeline; those that are alike are looked at once."""
     captured, operators, again = setting.captured, setting.operators, _is_made_again(setting)
     like = alike_stages(captured, assignment, again, pipeline.stages)
     kept = sorted(set(like))
