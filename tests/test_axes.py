@@ -318,8 +318,8 @@ def test_a_hint_says_which_dim_rests_split_over_cp() -> None:
 
 
 @pytest.mark.slow
-def test_the_program_is_the_same_text_on_every_rank() -> None:
-    """Coordinates are inputs, also where attention needs the position of its queries."""
+def test_coordinates_are_inputs_of_the_program() -> None:
+    """So it is the same text on every rank, also where attention needs the position of its queries."""
     model, batch = uncached_llama(), tokens(SAMPLES, LENGTH)
     hints = Hints(cp=4, dp=1, tp=1)
     plan = autopar.plan(model, Cluster.parse("h100-sxm:1x4"), hints=hints, example_inputs=batch)

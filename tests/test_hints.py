@@ -96,7 +96,9 @@ def test_a_tied_parameter_is_matched_by_any_of_its_names() -> None:
     Hints(zero=3, dp=4, tp=2, shard={DOWN: {"dp": 1, "tp": 1}}),
 ])
 def test_hints_that_can_be_kept(hints: Hints) -> None:
+    """None is refused, and none is changed on the way to a plan."""
     check_hints(hints, 8, SHAPES)
+    assert Hints.from_dict(hints.to_dict()) == hints
 
 
 BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {

@@ -123,3 +123,5 @@ def test_unet_in_bfloat16(layout: str) -> None:
     """Group norms and convolutions in bf16 err at most 1.5 times as much as one process does."""
     report = run(plain_models.UNET, torch.bfloat16, *LAYOUTS[layout])
     assert report.ok, report
+    assert all(g.dtype == torch.bfloat16 for g in report.gradients.values())
+    assert report.flops_share <= 1.1 / report.world_size
