@@ -1,4 +1,4 @@
-"""What the README shows is there, and its programs run as they are printed."""
+"""What the README and docs/planning.md show is there, and the README's programs run as they are printed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import autopar
 from autopar.schedule import ALL_SCHEDULES
 
 README = (ROOT / "README.md").read_text("utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TEXTS = README + (ROOT / "docs" / "planning.md").read_text("utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXTS, re.DOTALL)
 #: What the blocks call their objects.
 OBJECTS = {"autopar": autopar, "plan": autopar.Plan, "model": autopar.ParallelModule}
 
@@ -54,8 +55,8 @@ def test_tables_of_hints_and_schedules() -> None:
 
 
 def test_paths_and_targets_exist() -> None:
-    """Files, folders and make targets that the README names."""
-    tracked = re.findall(r"(?:autopar|passes|cost_model|tests|benchmarks|docs|examples)/[\w./-]*", README)
+    """Files, folders and make targets that are named."""
+    tracked = re.findall(r"(?:autopar|passes|cost_model|tests|benchmarks|docs|examples)/[\w./-]*", TEXTS)
     assert len(tracked) > 15
     assert not [path for path in tracked if not (ROOT / path.rstrip(".")).exists()]
     targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
