@@ -9,7 +9,8 @@ waves of S tiles. With tiles of t x u, the contraction cut into c pieces, and al
 where k is the length of a contraction that takes as long as a tile's prologue and epilogue, and a (1/t + 1/u) what a
 core loses by loading the operands of small tiles more often (a tile of t x u reads t + u elements for t u products).
 The library takes the fastest tile, and so do we. e is the efficiency of the largest tile on a long contraction, and
-what is left of it in a long run at the power limit (``sustained``).
+what is left of it in a long run at the power limit (``sustained``). Where rows do not begin at multiples of 16 bytes
+the contraction runs at only the fraction ``unaligned`` of that: K counts as K/unaligned.
 
 Attention runs at a published level A of the kernel, by head dim and direction, times S / (S + s) for S keys. Anything
 else, and at least anything, takes the time of its bytes at the bandwidth W that a stream reaches:
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,15 +38,19 @@ from autopar.cost_model.hardware import Device
 Floats = npt.NDArray[np.float64]
 Kind = Literal["matmul", "attention", "other"]
 
+#: Bytes that tensor cores are fed at a time (NVIDIA, Matrix Multiplication Background User's Guide, section 2.2).
+ALIGNMENT = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """What one operator does on one device, ``times`` times (once for each micro-batch that it runs on).
 
     ``flops`` and ``bytes`` (read and written) are those of one time. A "matmul" is ``batch`` products of ``m`` x ``n``
-    x ``k``; "attention" is of ``batch`` heads, ``m`` queries, ``n`` keys and a head dim of ``k``, and its FLOPs are
-    those of the pairs that a causal mask or a window leaves. ``kernels`` are launched each time: none by a view, or by
-    an operator that is computed inside another's kernel.
+    x ``k``, ``aligned`` if the rows of all three matrices begin at multiples of `ALIGNMENT`; "attention" is of
+    ``batch`` heads, ``m`` queries, ``n`` keys and a head dim of ``k``, and its FLOPs are those of the pairs that a
+    causal mask or a window leaves. ``kernels`` are launched each time: none by a view, or by an operator that is
+    computed inside another's kernel.
     """
 
     flops: float
@@ -56,6 +61,7 @@ class Work:
     m: float = 0.0
     n: float = 0.0
     k: float = 0.0
+    aligned: bool = True
     causal: bool = False
     backward: bool = False
     kernels: int = 1
@@ -111,14 +117,15 @@ def _column(work: Sequence[Work], name: str) -> Floats:
 
 def _matmul_seconds(work: Sequence[Work], peaks: Floats, device: Device) -> Floats:
     """Arithmetic of products with the tiles and the number of pieces that are fastest for each."""
-    shape: list[Any] = [_column(work, name)[:, None, None] for name in ("batch", "m", "n", "k")]
-    batch, m, n, _ = shape
+    batch, m, n, k = (_column(work, name)[:, None, None] for name in ("batch", "m", "n", "k"))
     rows, columns = (np.array(side, dtype=np.float64)[None, :, None] for side in zip(*device.matmul_tiles, strict=True))
     pieces = np.array(SPLITS, dtype=np.float64)[None, None, :]
     best = min(1 + device.tile_loss * (1 / t + 1 / u) for t, u in device.matmul_tiles)
     rate = (peaks * device.matmul_efficiency * device.sustained * best)[:, None, None]
+    slow = np.array([1.0 if w.aligned else device.unaligned for w in work])[:, None, None]
     seconds = _matmul(
-        *shape, rows, columns, pieces, device.core_count, rate, 1.0, device.tile_overhead_k, device.tile_loss
+        batch, m, n, k / slow, rows, columns, pieces, device.core_count, rate, 1.0, device.tile_overhead_k,
+        device.tile_loss,
     )
     summed = _SUMMED_BYTES * pieces * batch * m * n / (device.memory_bandwidth * device.stream_efficiency)
     found = seconds + np.where(pieces > 1, summed, 0.0)

@@ -57,6 +57,7 @@ _KEYS = {
     "matmul_tiles": _LIST,
     "tile_loss": _NUMBER,
     "tile_overhead_k": _NUMBER,
+    "unaligned": _NUMBER,
     "kernel_overhead_us": _NUMBER,
     "launch_overhead_us": _NUMBER,
     "attention_kernel": _TEXT,
@@ -74,9 +75,15 @@ _KEYS = {
 #: `Device.overlap_rate` where a file does not give it: while collectives run, computation is slowed down by 18.9 %
 #: on average over A100, H100, MI210 and MI250 (Lee et al., arXiv:2507.03114, 2025).
 OVERLAP_RATE = 1 / 1.189
+#: `Device.unaligned` where a file does not give it. Tensor cores are fed 16 bytes at a time, and most efficient with
+#: rows that begin at multiples of them (NVIDIA, Matrix Multiplication Background User's Guide, section 2.2). What is
+#: left without: on an A100 a step of GPT-2 with 50,257 words took 1.25 times as long as with 50,304 (Karpathy, nanoGPT,
+#: 2023); the head's products, a third of the step's FLOPs and with 50,304 words about a fifth of its time, therefore
+#: took 2.2 times as long.
+UNALIGNED = 0.45
 _OPTIONAL = {
     "notes", "sources", "cuda_names", "context_gib", "overlap_rate", "scale_up_spans_hosts", "scale_up_mesh", "links",
-    "attention",
+    "attention", "unaligned",
 }
 _LINK_KEYS = {"efficiency": _NUMBER, "base_us": _NUMBER, "step_us": _NUMBER, "fill_us": _NUMBER, "source": _TEXT}
 _ATTENTION_KEYS = {"forward": _TABLE, "backward": _TABLE, "forward_half": _NUMBER, "backward_half": _NUMBER,
@@ -145,9 +152,10 @@ class Device:
     ``matmul_efficiency`` is achieved over peak FLOP/s of the largest of its ``matmul_tiles`` (rows, columns) on a long
     contraction, ``sustained`` what is left of it in a long run at the power limit, ``matmul_ramp`` seconds that a
     product takes to fill and drain the ``core_count`` cores; ``tile_loss`` and ``tile_overhead_k`` are the constants a
-    and k of `autopar.cost_model.compute`. ``kernel_overhead`` are the device's seconds and ``launch_overhead`` the
-    host's for every kernel. ``overlap_rate`` is the fraction of its speed (0 to 1) that compute keeps while a
-    collective runs beside it. ``context_bytes`` are those of ``memory_bytes`` that tensors never have: the device's
+    and k of `autopar.cost_model.compute`, ``unaligned`` the fraction of its speed that a product keeps whose rows do
+    not begin at multiples of 16 bytes. ``kernel_overhead`` are the device's seconds and ``launch_overhead`` the host's
+    for every kernel. ``overlap_rate`` is the fraction of its speed (0 to 1) that compute keeps while a collective runs
+    beside it. ``context_bytes`` are those of ``memory_bytes`` that tensors never have: the device's
     context, its libraries' workspaces and the buffers of collectives.
     """
 
@@ -165,6 +173,7 @@ class Device:
     matmul_tiles: tuple[tuple[int, int], ...] = field(compare=False)
     tile_loss: float = field(compare=False)
     tile_overhead_k: float = field(compare=False)
+    unaligned: float = field(compare=False)
     kernel_overhead: float = field(compare=False)
     launch_overhead: float = field(compare=False)
     attention: Attention = field(compare=False, repr=False)
@@ -234,7 +243,8 @@ def device_from_spec(spec: Mapping[str, Any], where: str = "device") -> Device:
         matmul_efficiency=spec["matmul_efficiency"], sustained=spec["sustained"],
         matmul_ramp=spec["matmul_ramp_us"] * 1e-6, core_count=spec["core_count"],
         matmul_tiles=_tiles(spec["matmul_tiles"], where), tile_loss=spec["tile_loss"],
-        tile_overhead_k=spec["tile_overhead_k"], kernel_overhead=spec["kernel_overhead_us"] * 1e-6,
+        tile_overhead_k=spec["tile_overhead_k"], unaligned=spec.get("unaligned", UNALIGNED),
+        kernel_overhead=spec["kernel_overhead_us"] * 1e-6,
         launch_overhead=spec["launch_overhead_us"] * 1e-6, attention=_attention(attention, where),
         overlap_rate=min(1.0, spec.get("overlap_rate", OVERLAP_RATE)),
         scale_up=Link(spec["scale_up_link"], spec["scale_up_gbs"] * 1e9),

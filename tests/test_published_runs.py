@@ -167,7 +167,7 @@ def test_frameworks_overlap_what_they_say(rows: dict[str, Row]) -> None:
     def seconds(tp_overlap: bool, dp_overlap: bool) -> float:
         running = Running(
             compiled=True, sequence_parallel=True, tp_overlap=tp_overlap, cp_overlap=False, dp_overlap=dp_overlap,
-            p2p_overlap=True, fused_optimizer=True,
+            p2p="overlapped", owners=False, fused_optimizer=True,
         )  # fmt: skip
         return simulate_step(as_run(timing, running, c), steps).seconds
 
@@ -190,16 +190,16 @@ def test_what_stages_send_is_waited_for_without_overlap(rows: dict[str, Row]) ->
     (c,) = configurations(row, family_of(row))
     steps = script("1f1b", 2, 2, 2)
 
-    def seconds(p2p_overlap: bool) -> float:
+    def seconds(p2p: str) -> float:
         running = Running(
             compiled=True, sequence_parallel=False, tp_overlap=False, cp_overlap=False, dp_overlap=False,
-            p2p_overlap=p2p_overlap, fused_optimizer=True,
+            p2p=p2p, owners=False, fused_optimizer=True,
         )  # fmt: skip
         return simulate_step(as_run(timing, running, c), steps).seconds
 
-    assert seconds(True) == pytest.approx(3 * (1 + 2) + 2 * 0.2)
+    assert seconds("overlapped") == pytest.approx(3 * (1 + 2) + 2 * 0.2)
     # the second rank begins at 1.2 and ends a forward at 2.2, a backward at 4.4 with what it sends, then 5.4 and 7.6
-    assert seconds(False) == pytest.approx(7.6 + 2)
+    assert seconds("waited for") == pytest.approx(7.6 + 2)
 
 
 def test_without_sequence_parallelism_nothing_splits_tokens_over_tp() -> None:

@@ -30,8 +30,10 @@ class Family:
     tp_overlap: bool
     cp_overlap: bool
     dp_overlap: bool
-    p2p_overlap: bool
+    p2p: str
+    owners: bool
     fused_optimizer: bool
+    device: Mapping[str, float]
     attention_level: float
     attention_kernels: Mapping[str, str]
     memory: str

@@ -115,15 +115,16 @@ def running_of(row: Row, family: Family) -> Running:
         tp_overlap=tp_overlap,
         cp_overlap=family.cp_overlap,
         dp_overlap=family.dp_overlap,
-        p2p_overlap=family.p2p_overlap,
+        p2p=family.p2p,
+        owners=family.owners,
         fused_optimizer=family.fused_optimizer,
     )
 
 
 def with_kernels(cluster: Cluster, family: Family) -> Cluster:
-    """The cluster with the attention kernels of the family's framework."""
+    """The cluster with the attention kernels of the family's framework, and its own constants of the device."""
     table = cluster.to_dict()
-    device = dict(table["device"])
+    device = {**table["device"], **family.device}
     name = family.attention_kernels.get(device["attention_kernel"], device["attention_kernel"])
     levels = attention_tables()[name]
     scaled = {

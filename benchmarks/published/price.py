@@ -6,8 +6,11 @@ What a framework does otherwise than autopar's runtime is put into the timing of
   ranks, of which one is exposed (the others travel beside the products or the attention that make or use them);
 * with data parallelism overlapped, what is gathered first and reduced last in a step hides behind the first forward and
   the last backward, but for that of the last buckets;
-* without overlap between pipeline stages what travels between them is waited for after every action; ranks of tp send a
+* without overlap between pipeline stages what travels between them is waited for after every action: what the stage
+  sends, beside which it receives, or where messages go one after the other what it receives too; ranks of tp send a
   part each, also where all of them have the whole (Narayanan et al., arXiv:2104.04473, section 4.1);
+* with owners every rank has whole parameters' states, and sends them to all others once a step before its forward,
+  one rank after the other, where else every rank gathers its part of all;
 * a fused optimizer passes once over its state, where torch's default makes a pass for every elementary operation.
 """
 
@@ -19,6 +22,7 @@ from dataclasses import dataclass, replace
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.cost_model.bubble import script
+from autopar.cost_model.communication import collective_seconds
 from autopar.cost_model.compute import optimizer_seconds
 from autopar.cost_model.simulate import COMPUTE, Task
 from autopar.cost_model.step import BEGIN, END, Program, Repeated, Timing, simulate_step
@@ -27,17 +31,16 @@ from autopar.hints import Hints
 from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, REPLICATE_AXIS, TENSOR_AXIS, make_mesh
 from autopar.sharding.layout import Layout
 from autopar.sharding.operators import Operators
-from autopar.sharding.recompute import kept, made_again
 from autopar.sharding.rule import Strategy
 from autopar.sharding.zero import Zero
 from autopar.solver.carry import hint_pins
 from autopar.solver.costs import Prices, price
-from autopar.solver.peaks import peak_of
 from autopar.solver.pipeline import make_pipeline
 from autopar.solver.program import solve
 from autopar.solver.setting import Setting, keepings
 from autopar.solver.space import Space, build_space
 from autopar.solver.staged import price_step
+from published.memory import framework_peak
 from published.plans import OPTIMIZER, Configuration, NotCovered
 
 #: The share of the gradients that has no backward beside it: that of the last buckets to be filled.
@@ -54,15 +57,17 @@ DATA_STREAMS = (DATA_AXIS, REPLICATE_AXIS)
 @dataclass(frozen=True)
 class Running:
     """What a framework does: ``compiled`` kernels, Megatron's ``sequence_parallel``, and whether collectives over tp,
-    over cp, those of data parallelism at the ends of a step, and what travels between pipeline stages are overlapped;
-    and a ``fused_optimizer``."""
+    over cp, and those of data parallelism at the ends of a step are overlapped; whether what travels between pipeline
+    stages is ("p2p": "overlapped", "waited for", or "in turn"); whether parameters have ``owners``; and a
+    ``fused_optimizer``."""
 
     compiled: bool
     sequence_parallel: bool
     tp_overlap: bool
     cp_overlap: bool
     dp_overlap: bool
-    p2p_overlap: bool
+    p2p: str
+    owners: bool
     fused_optimizer: bool
 
 
@@ -103,14 +108,16 @@ def price_configuration(
     assignment = space.assignment(solution.options)
     timing = price_step(setting, assignment, c.micro_batches, pipeline).timing
     steps = script(c.schedule, c.pp, c.pp * c.chunks, c.micro_batches)
+    if running.owners:
+        group = cluster.group(mesh.stride(DATA_AXIS), mesh.degree(DATA_AXIS))
+        timing = _with_owners(timing, group.size * float(collective_seconds("all_gather", 0, group, cluster.device)))
     timing = as_run(timing, running, c)
     if running.fused_optimizer:
         fused, plain = (optimizer_seconds(OPTIMIZER, *MANY, cluster.device, fused=fused) for fused in (True, False))
         timing = replace(timing, optimizer=tuple(seconds * fused / plain for seconds in timing.optimizer))
     simulated = simulate_step(timing, steps)
-    held = kept(operators, assignment, made_again(operators, c.recompute))
     keep = keepings(captured, assignment, zero)
-    memory = peak_of(setting, assignment, held, keep, c.micro_batches, pipeline)
+    memory = framework_peak(setting, assignment, keep, c.micro_batches, pipeline, running.compiled)
     return Priced(simulated.seconds, simulated.breakdown, memory)
 
 
@@ -145,7 +152,7 @@ def as_run(timing: Timing, running: Running, c: Configuration) -> Timing:
     cut = {TENSOR_AXIS: c.tp if running.tp_overlap else 1, CONTEXT_AXIS: c.cp if running.cp_overlap else 1}
     programs = [_scaled(p, lambda task: 1 / cut.get(task.stream, 1)) for p in programs]
     if running.dp_overlap:
-        for kind, beside in ((BEGIN, "F"), (END, "B")):
+        for kind, beside in ((END, "B"),) if running.owners else ((BEGIN, "F"), (END, "B")):
             for stage, place in enumerate(timing.actions.get(kind, ())):
                 hidden = _compute(programs[timing.actions[beside if beside in timing.actions else "I"][stage]])
                 programs[place] = _hidden(programs[place], hidden * c.chunks)
@@ -154,13 +161,27 @@ def as_run(timing: Timing, running: Running, c: Configuration) -> Timing:
     parts = 1 if running.sequence_parallel else c.tp
     up, down = (tuple(seconds / parts for seconds in sent) for sent in (timing.up, timing.down))
     timing = replace(timing, programs=tuple(programs), up=up, down=down)
-    return timing if running.p2p_overlap or c.pp == 1 else _waiting(timing)
+    return timing if running.p2p == "overlapped" or c.pp == 1 else _waiting(timing, running.p2p == "in turn")
 
 
-def _waiting(timing: Timing) -> Timing:
-    """The timing with what an action sends as its own last task, which nobody has to wait for any more."""
+def _with_owners(timing: Timing, latencies: float) -> Timing:
+    """The timing with the ``latencies`` of as many messages as there are owners, in seconds, in what is gathered first
+    in a step: each goes round the ring of all ranks."""
+    programs = list(timing.programs)
+    for place in dict.fromkeys(timing.actions[BEGIN]):
+        programs[place] = (*programs[place], Repeated(1, (Task(DATA_AXIS, latencies),)))
+    return replace(timing, programs=tuple(programs))
+
+
+def _waiting(timing: Timing, in_turn: bool) -> Timing:
+    """The timing with what an action sends, and ``in_turn`` with what it receives, as its own last task, which nobody
+    has to wait for any more."""
     programs, actions = list(timing.programs), dict(timing.actions)
-    for kind, sent in (("F", timing.up), ("B", timing.down), ("I", timing.down)):
+    up, down = timing.up, timing.down
+    if in_turn:
+        up = tuple(a + b for a, b in zip(up, (0.0, *up[:-1]), strict=True))
+        down = tuple(a + b for a, b in zip(down, (*down[1:], 0.0), strict=True))
+    for kind, sent in (("F", up), ("B", down), ("I", down)):
         if kind in actions:
             places = []
             for place, seconds in zip(actions[kind], sent, strict=True):
