@@ -17,7 +17,7 @@ from autopar.hints import Hints, check_hints, check_recompute
 from autopar.plan import Alternative, ParameterPlan, Plan
 from autopar.report.describe import describe_layers, describe_replicated
 from autopar.report.progress import Progress, progress
-from autopar.report.units import bytes_text
+from autopar.report.units import bytes_text, seconds_text
 from autopar.schedule import ALL_SCHEDULES, check_schedule, check_stages
 from autopar.sharding.axes import data_degree, state_axes, zero_group_size
 from autopar.sharding.layout import Layout
@@ -189,7 +189,7 @@ def _lost(best: Found, other: Found) -> Alternative:
     """Why a solved candidate lost."""
     fast, slow = best.solved, other.solved
     parts = [
-        f"{kind} {_change(seconds, fast.breakdown[kind])}"
+        f"{kind} {_change(seconds, fast.breakdown[kind], fast.step_time)}"
         for kind, seconds in slow.breakdown.items()
         if abs(seconds - fast.breakdown[kind]) > 0.005 * fast.step_time
     ]
@@ -204,8 +204,9 @@ def _taken(a: Alternative) -> tuple[object, ...]:
     return a.degrees, a.zero, a.zero_group_size, a.micro_batches, a.schedule, a.recompute
 
 
-def _change(other: float, best: float) -> str:
-    return f"{other / best:.2f}x" if best > 0 else f"+{other * 1e3:.3g} ms"
+def _change(other: float, best: float, step_time: float) -> str:
+    """How a part of a step differs: by a factor, or in seconds where the best one has next to nothing of it."""
+    return f"{other / best:.2f}x" if best > 1e-3 * step_time else f"+{seconds_text(other - best)}"
 
 
 def _unfit(e: Estimate, budget: float) -> Alternative:
