@@ -182,9 +182,9 @@ def plot(series: dict[str, list[dict[str, Any]]], path: Path) -> None:
         axes.plot([row[name] for row in rows], [row["processor"] for row in rows], marker="o", label="processor")
         axes.plot([row[name] for row in rows], [row["clock"] for row in rows], linestyle=":", label="clock")
         axes.set_xlabel(name)
-        axes.set_ylim(bottom=0)
     if "devices" in shown:
         every[0][-1].set_xscale("log", base=2)
+    every[0][0].set_ylim(bottom=0)  # of both, which share it
     every[0][0].set_ylabel("seconds of a search")
     every[0][0].legend(fontsize="small")
     figure.savefig(path, dpi=120, bbox_inches="tight")
