@@ -167,7 +167,7 @@ def test_frameworks_overlap_what_they_say(rows: dict[str, Row]) -> None:
     def seconds(tp_overlap: bool, dp_overlap: bool) -> float:
         running = Running(
             compiled=True, sequence_parallel=True, tp_overlap=tp_overlap, cp_overlap=False, dp_overlap=dp_overlap,
-            p2p="overlapped", owners=False, fused_optimizer=True,
+            p2p="overlapped", owners=False, fused_accumulation=False, fused_optimizer=True,
         )  # fmt: skip
         return simulate_step(as_run(timing, running, c), steps).seconds
 
@@ -193,7 +193,7 @@ def test_what_stages_send_is_waited_for_without_overlap(rows: dict[str, Row]) ->
     def seconds(p2p: str) -> float:
         running = Running(
             compiled=True, sequence_parallel=False, tp_overlap=False, cp_overlap=False, dp_overlap=False,
-            p2p=p2p, owners=False, fused_optimizer=True,
+            p2p=p2p, owners=False, fused_accumulation=False, fused_optimizer=True,
         )  # fmt: skip
         return simulate_step(as_run(timing, running, c), steps).seconds
 

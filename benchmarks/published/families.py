@@ -32,7 +32,9 @@ class Family:
     dp_overlap: bool
     p2p: str
     owners: bool
+    fused_accumulation: bool
     fused_optimizer: bool
+    global_batch: int | None
     device: Mapping[str, float]
     attention_level: float
     attention_kernels: Mapping[str, str]
@@ -63,7 +65,8 @@ def family_of(row: Row) -> Family:
     tables = _tables()
     own = dict(tables.get(row.source_family, {}))
     markers = own.pop("markers", ())
-    found = Family(**{k: v for k, v in {**tables["default"], **own}.items() if k not in _NOTES})
+    known = {"global_batch": None, **tables["default"], **own}
+    found = Family(**{k: v for k, v in known.items() if k not in _NOTES})
     for marker in markers:
         changes = {key: value for key, value in marker.items() if key != "contains"}
         if marker["contains"] in (row.notes or ""):

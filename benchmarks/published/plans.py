@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.hints import Hints
 from autopar.schedule import SCHEDULES, SIMULATED_SCHEDULES
@@ -27,6 +29,8 @@ _SCHEDULES = {
 }
 #: Micro-batches, in samples, that are tried where a source does not say.
 TRIED = (1, 2, 4, 8)
+#: Degrees that are tried where a source says neither tp nor pp.
+TRIED_DEGREES = (1, 2, 4, 8)
 
 
 class NotCovered(Exception):
@@ -57,14 +61,22 @@ def check_covered(row: Row) -> None:
         raise NotCovered("mixture of experts: experts are not split yet")
     if not row.is_16bit:
         raise NotCovered(f"products in {row.precision.partition('-')[0]}: autopar runs none in 8 bits")
-    for name, value in (("seq_len", row.seq_len), ("global_batch", row.global_batch), ("tp", row.tp), ("pp", row.pp)):
+    for name, value in (("seq_len", row.seq_len), ("global_batch", row.global_batch)):
         if value is None:
             raise NotCovered(f"the source does not say {name}")
 
 
 def configurations(row: Row, family: Family) -> list[Configuration]:
-    """The row's configuration; several if the source does not say the micro-batch, or which blocks are made again.
-    NotCovered if it fits no mesh."""
+    """The row's configuration; several if the source does not say the degrees, the micro-batch, or which blocks are
+    made again. NotCovered if it fits no mesh."""
+    if row.tp is None or row.pp is None:
+        found: list[Configuration] = []
+        for tp, pp in itertools.product(*((n,) if n else TRIED_DEGREES for n in (row.tp, row.pp))):
+            with contextlib.suppress(NotCovered):
+                found += configurations(replace(row, tp=tp, pp=pp), family)
+        if not found:
+            raise NotCovered("no tp and pp divide devices and batch")
+        return found
     tp, pp, cp = row.tp or 1, row.pp or 1, row.cp or 1
     dp, rest = divmod(row.n_gpus, tp * pp * cp)
     if rest or not dp:

@@ -67,8 +67,10 @@ class Predictor:
             return Prediction(row, reason=f"internal failure, {type(error).__name__}: {error}")
 
     def _predict(self, row: Row) -> Prediction:
-        check_covered(row)
         family = family_of(row)
+        if row.global_batch is None:
+            row = replace(row, global_batch=family.global_batch)
+        check_covered(row)
         shape = shape_of(row, gated=is_gated(row), written_out=family.written_out, dropout=family.dropout)
         cluster = cluster_of(row, **self.devices.get(row.hardware, {}))
         if cluster is None:
@@ -117,6 +119,7 @@ def running_of(row: Row, family: Family) -> Running:
         dp_overlap=family.dp_overlap,
         p2p=family.p2p,
         owners=family.owners,
+        fused_accumulation=family.fused_accumulation,
         fused_optimizer=family.fused_optimizer,
     )
 

@@ -11,6 +11,8 @@ What a framework does otherwise than autopar's runtime is put into the timing of
   part each, also where all of them have the whole (Narayanan et al., arXiv:2104.04473, section 4.1);
 * with owners every rank has whole parameters' states, and sends them to all others once a step before its forward,
   one rank after the other, where else every rank gathers its part of all;
+* products of a backward may add up the gradients that they make, in the buffer's own dtype (Megatron-LM's
+  gradient_accumulation_fusion): then neither their casts nor their sums are passes of their own;
 * a fused optimizer passes once over its state, where torch's default makes a pass for every elementary operation.
 """
 
@@ -18,6 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
 
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
@@ -39,7 +44,7 @@ from autopar.solver.pipeline import make_pipeline
 from autopar.solver.program import solve
 from autopar.solver.setting import Setting, keepings
 from autopar.solver.space import Space, build_space
-from autopar.solver.staged import price_step
+from autopar.solver.staged import Stages
 from published.memory import framework_peak
 from published.plans import OPTIMIZER, Configuration, NotCovered
 
@@ -50,6 +55,9 @@ LAST_BUCKETS = 0.1
 #: bytes; all in float32.
 MANY = (4e9, 4e9, 8e9)
 
+#: `Task.kind` of the sums of gradients over micro-batches (`solver.actions`).
+ACCUMULATE = "accumulate"
+
 #: The streams of data parallelism.
 DATA_STREAMS = (DATA_AXIS, REPLICATE_AXIS)
 
@@ -58,8 +66,8 @@ DATA_STREAMS = (DATA_AXIS, REPLICATE_AXIS)
 class Running:
     """What a framework does: ``compiled`` kernels, Megatron's ``sequence_parallel``, and whether collectives over tp,
     over cp, and those of data parallelism at the ends of a step are overlapped; whether what travels between pipeline
-    stages is ("p2p": "overlapped", "waited for", or "in turn"); whether parameters have ``owners``; and a
-    ``fused_optimizer``."""
+    stages is ("p2p": "overlapped", "waited for", or "in turn"); whether parameters have ``owners``; whether products
+    add up gradients (``fused_accumulation``); and a ``fused_optimizer``."""
 
     compiled: bool
     sequence_parallel: bool
@@ -68,6 +76,7 @@ class Running:
     dp_overlap: bool
     p2p: str
     owners: bool
+    fused_accumulation: bool
     fused_optimizer: bool
 
 
@@ -106,7 +115,10 @@ def price_configuration(
         raise NotCovered("the model cannot be split so")
     pipeline = make_pipeline(captured, operators, cluster, hints)
     assignment = space.assignment(solution.options)
-    timing = price_step(setting, assignment, c.micro_batches, pipeline).timing
+    stages = Stages(setting, assignment, c.micro_batches, pipeline)
+    if running.fused_accumulation:
+        stages.once.update(dict.fromkeys(_casts_of_gradients(captured, operators), 0.0))
+    timing = stages.timing()
     steps = script(c.schedule, c.pp, c.pp * c.chunks, c.micro_batches)
     if running.owners:
         group = cluster.group(mesh.stride(DATA_AXIS), mesh.degree(DATA_AXIS))
@@ -119,6 +131,12 @@ def price_configuration(
     keep = keepings(captured, assignment, zero)
     memory = framework_peak(setting, assignment, keep, c.micro_batches, pipeline, running.compiled)
     return Priced(simulated.seconds, simulated.breakdown, memory)
+
+
+def _casts_of_gradients(captured: Captured, operators: Operators) -> list[fx.Node]:
+    """The operators that cast gradients to the dtype in which they are added up."""
+    found = [p.gradient for p in captured.parameters if p.gradient is not None]
+    return [node for node in found if node.target is torch.ops.aten._to_copy.default and node in operators.by_node]
 
 
 def keep_tokens_whole(space: Space, operators: Operators) -> None:
@@ -151,6 +169,8 @@ def as_run(timing: Timing, running: Running, c: Configuration) -> Timing:
     programs = list(timing.programs)
     cut = {TENSOR_AXIS: c.tp if running.tp_overlap else 1, CONTEXT_AXIS: c.cp if running.cp_overlap else 1}
     programs = [_scaled(p, lambda task: 1 / cut.get(task.stream, 1)) for p in programs]
+    if running.fused_accumulation:
+        programs = [_scaled(p, lambda task: float(task.kind != ACCUMULATE)) for p in programs]
     if running.dp_overlap:
         for kind, beside in ((END, "B"),) if running.owners else ((BEGIN, "F"), (END, "B")):
             for stage, place in enumerate(timing.actions.get(kind, ())):
