@@ -21,6 +21,7 @@ from autopar.cost_model.liveness import TRANSIENTS, life
 from autopar.passes.partition import Program
 from autopar.passes.phases import Phase, Phases
 from autopar.passes.pipeline import Stage
+from autopar.passes.sums import keep_sums
 from autopar.plan import Plan
 from autopar.runtime.program import Emitted, StepProgram
 from autopar.sharding.operators import Value
@@ -76,7 +77,7 @@ def stage_lives(step: StepProgram) -> list[StageLife]:
 
 def _backward(
     stage: Stage, values: dict[str, Any], given: Collection[str]
-) -> tuple[Moment, Moment, Moment, Moment, int, int, int, int]:
+) -> tuple[Moment, Moment, Moment, Moment, Moment, Moment, int, int, int, int]:
     """What `StageLife` has after the forward, of a stage whose forward has run, as have the stages behind it."""
     received, saved = _kinds(stage.receives_back, TRANSIENTS), _kinds(stage.saved, ACTIVATIONS)
     ends = [name for name in stage.left if name in stage.backward.outputs]
@@ -87,6 +88,8 @@ def _backward(
         _run(stage.backward, values, received | saved, sums),
         _run(stage.input, values, received | saved, _kinds(stage.between, ACTIVATIONS)),
         _run(stage.weight, values, _kinds(left, ACTIVATIONS), sums),
+        _adding(stage.backward, values, received | saved, ends),
+        _adding(stage.weight, values, _kinds(left, ACTIVATIONS), ends),
         _run(stage.finish, values, {}, {}),
         _bytes(values, stage.saved),
         _bytes(values, left),
@@ -107,6 +110,16 @@ def _run(
     found = life(phase.module.graph, values, entering, by_node)
     values.update(zip(phase.outputs, found.outputs, strict=True))
     return found.peak
+
+
+def _adding(
+    phase: Phase, values: Mapping[str, Any], entering: Mapping[str, str], ends: Collection[str]
+) -> Moment:
+    """The fullest moment of a phase that has run before and now adds to what it has left under the names ``ends``."""
+    places = [i for i, name in enumerate(phase.outputs) if name in ends]
+    module = keep_sums(phase.module, (), places)
+    sums = {f"sum_{i}": values[phase.outputs[i]] for i in places}
+    return life(module.graph, {**values, **sums}, entering, {}).peak
 
 
 def _kinds(names: Collection[str], kind: str) -> dict[str, str]:
@@ -197,11 +210,13 @@ def _of_phases(phases: Phases, given: Mapping[str, Tensor]) -> Iterator[Moment]:
     yield from step.run(phases.once)
     step.resting = step.left(phases.once)
     saved = [name for name in phases.forward.outputs if name in step.saved]
-    for _ in range(2):
-        yield from step.run(phases.forward)
-        yield from step.run(phases.backward, saved)
-        step.sums = step.left(phases.forward, phases.backward)
-    yield {TRANSIENTS: step.resting, GRADIENTS: 2 * step.sums}  # while sums and what is added to them are both there
+    yield from step.run(phases.forward)
+    yield from step.run(phases.backward, saved)
+    step.sums = step.left(phases.forward, phases.backward)
+    yield from step.run(phases.forward)
+    if phases.backward is not None:
+        moment = _adding(phases.backward, step.values, dict.fromkeys(saved, ACTIVATIONS), phases.backward.outputs)
+        yield _sum(moment, {TRANSIENTS: step.resting, GRADIENTS: step.sums})
     yield from step.run(phases.finish)
 
 

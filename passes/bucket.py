@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.passes.collectives import ALL_GATHER, ALL_REDUCE, KINDS, WAIT, aten
+from autopar.passes.collectives import ALL_GATHER, ALL_REDUCE, KINDS, WAIT, aten, operand
 from autopar.passes.order import reorder
 from autopar.sharding.buckets import Piece, buckets, merged
 
@@ -57,7 +57,7 @@ class _Merger:
         whole = merged(pieces)
         meta = {**members[0].meta, "piece": whole}
         n = self._ranks(members[0])
-        parts = [_operand(member) for member in members]
+        parts = [operand(member) for member in members]
         packed = self._pack(parts, pieces, n, start, meta)
         args = (packed, *members[0].args[1:])
         moved = self._emit(members[0].target, args, start, meta)
@@ -75,7 +75,7 @@ class _Merger:
     def _divide_late(self, member: fx.Node) -> None:
         """Let the reduction of a number that is a quotient reduce the numerator, and divide what comes of it: the
         divisor may travel with it then. Nothing for all others."""
-        quotient, (wait,) = _operand(member), member.users
+        quotient, (wait,) = operand(member), member.users
         if quotient.target is not aten.div.Tensor or piece_of(member).before:  # type: ignore[union-attr]
             return
         divided = self._emit(aten.div.Tensor, (wait, quotient.args[1]), self.place[wait], quotient.meta)
@@ -131,15 +131,3 @@ class _Merger:
             if arg.op == "call_function" and self.place[arg] > place:
                 self.place[arg] = place
                 self._want_before(arg, place)
-
-
-def _operand(member: fx.Node) -> fx.Node:
-    """What a collective sends, without the copy that makes it contiguous: laying it into a bucket copies anyway."""
-    sent = member.args[0]
-    assert isinstance(sent, fx.Node)
-    if sent.target is aten.contiguous.default:
-        inner = sent.args[0]
-        assert isinstance(inner, fx.Node)
-        return inner
-    return sent
-

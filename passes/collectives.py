@@ -47,6 +47,15 @@ def group_argument(node: fx.Node) -> str:
     return str(node.args[-1])
 
 
+def operand(collective: fx.Node) -> fx.Node:
+    """What a collective sends, without the copy that makes it contiguous: whoever lays it elsewhere needs none."""
+    sent = collective.args[0]
+    if isinstance(sent, fx.Node) and sent.target is aten.contiguous.default:
+        sent = sent.args[0]
+    assert isinstance(sent, fx.Node)
+    return sent
+
+
 def _cut_to_front(emit: Emit, x: Any, shape: Sequence[int], dim: int, n: int) -> tuple[Any, list[int]]:
     """Cut ``dim`` in n pieces and stack them along dim 0; returns the stack as [n * d0, ...] and one piece's shape."""
     piece = [*shape[:dim], shape[dim] // n, *shape[dim + 1 :]]

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import MicroBatchError
-from autopar.passes.collectives import ALL_REDUCE, WAIT, aten, axis_of, group_argument
+from autopar.passes.collectives import ALL_REDUCE, WAIT, aten, axis_of, group_argument, operand
 from autopar.passes.partition import extract
 from autopar.passes.shard import Sharded
 from autopar.sharding.flops import has_flops
@@ -143,10 +143,10 @@ def is_sum(node: fx.Node) -> bool:
 
 
 def _summed(node: fx.Node) -> fx.Node:
-    """What a node that `is_sum` adds up."""
+    """What a node that `is_sum` adds up, without the copy that makes it contiguous: adding needs none."""
     source = node.args[0]
-    assert isinstance(source, fx.Node) and isinstance(source.args[0], fx.Node)
-    return source.args[0]
+    assert isinstance(source, fx.Node)
+    return operand(source)
 
 
 def _refuse(node: fx.Node, reason: str) -> MicroBatchError:
@@ -243,4 +243,7 @@ def _hoisted(c: _Cutter, needed: set[fx.Node], early: list[fx.Node]) -> set[fx.N
             made.add(node)
     # a copy of a parameter is often read through a view, which does not vary either
     read = {n: [user for user in n.users if user in needed and user not in made] for n in made}
-    return {n for n, users in read.items() if any(user in c.varying or c.hoist(n) for user in users)}
+    found = {n for n, users in read.items() if any(user in c.varying or c.hoist(n) for user in users)}
+    # what a collective has brought for these, the end of the step does not send for again
+    calls = set(c.before(found, lambda n: n in early)[0])
+    return found | {n for n in calls if n.target is WAIT and any(u in needed and u not in calls for u in n.users)}

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autopar.passes.collectives import KINDS, WAIT, aten
+from autopar.passes.sums import KEEPS_SUM
 from autopar.sharding.operators import VIEWS
 
 #: What runs a segment: takes its inputs, returns its outputs.
@@ -62,6 +63,8 @@ def _segments(graph: fx.Graph) -> dict[fx.Node, _Segment]:
     found: dict[fx.Node, _Segment] = {}
     current, block = _Segment(), None
     for node in graph.nodes:
+        if node.meta.get(KEEPS_SUM):  # in the outer graph, behind what makes the summand; the segment goes on
+            continue
         if _is_apart(node):
             current = _Segment()
             continue

@@ -18,6 +18,7 @@ from torch import fx
 from autopar._compat import LazyGraphModule
 from autopar.capture.graph import Captured
 from autopar.passes.collectives import aten, emit_step
+from autopar.passes.sums import base
 from autopar.sharding.assignment import AliasKey, Assignment, Router, Transfer, direction, result_layouts
 from autopar.sharding.buckets import Pieces
 from autopar.sharding.layout import Layout
@@ -152,11 +153,22 @@ class _Emitter:
         for output in self.captured.outputs:
             self.meta = {"module": "", "block": None, "backward": False}
             results.append(self.read(value_of(output.node), False, *next(wanted), output=True))
+        held = {base(result) for result in results}
         for p in self.captured.parameters:
             if p.gradient is not None:
                 self.meta = {"module": p.name.rpartition(".")[0], "block": None, "backward": True}
-                gradients.append(self.read(value_of(p.gradient), True, *next(wanted), output=True))
+                gradient = self.read(value_of(p.gradient), True, *next(wanted), output=True)
+                gradients.append(self._own(gradient, held))
         return results, gradients
+
+    def _own(self, gradient: fx.Node, held: set[fx.Node]) -> fx.Node:
+        """A gradient that clipping may write to: a copy of what is given to the graph, computed in the forward, or
+        ``held`` by another gradient."""
+        source = base(gradient)
+        if source.op == "placeholder" or not source.meta["backward"] or source in held:
+            return self.emit(aten.clone.default, gradient)
+        held.add(source)
+        return gradient
 
 
 def shard(captured: Captured, operators: Operators, assignment: Assignment) -> Sharded:

@@ -7,6 +7,7 @@ closed forms are in test_zero.py, those of a pipeline in test_pipeline.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -73,3 +74,25 @@ def test_gradients_of_split_weights() -> None:
     local = sum(p.nbytes // (2 if n in split else 1) for n, p in model.named_parameters())
     ran = report.traffic.bytes["all_reduce", "dp"]
     assert local <= ran <= local + 64  # the loss, and the number of tokens that count
+
+
+@pytest.mark.parametrize("hints", [
+    Hints(dp=2, zero=0, micro_batch_size=2),
+    pytest.param(Hints(dp=2, tp=2, zero=3, micro_batch_size=1), marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_micro_batches_reduce_numbers_once(hints: Hints) -> None:
+    """Over dp a step reduces, besides parameters' gradients, the number of tokens that count, before the first backward
+    needs it, and the loss, at the end: a number each. All that runs is what the plan prices, by kind and axis."""
+    batch, model = tokens(BATCH, LENGTH), llama(num_hidden_layers=1)
+    cluster = f"h100-sxm:1x{2 * (hints.tp or 1)}"
+    report = autopar.verify(model, cluster, hints=hints, example_inputs=batch)
+    plan = autopar.plan(model, cluster, hints=hints, example_inputs=batch)
+    assert report.ok, str(report)
+    numbers = [c for c in plan.collectives if (c.kind, c.axis, c.purpose) == ("all_reduce", "dp", "activations")]
+    assert [(c.count, c.bytes) for c in numbers] == [(2, 2 * 4)]
+    counts, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for c in plan.collectives:
+        counts[c.kind, c.axis] += c.count
+        sizes[c.kind, c.axis] += c.bytes
+    assert report.traffic.count == counts
+    assert report.traffic.bytes == sizes

@@ -15,10 +15,12 @@ import autopar
 from autopar import Hints
 from autopar.errors import CompilerError
 from autopar.passes.collectives import KINDS
+from autopar.passes.phases import Phases
 from autopar.passes.segments import segmented
+from autopar.passes.sums import keep_sums
 from autopar.runtime import compiled, reference
 from autopar.runtime.simulate import run_ranks
-from autopar.specialize import specialize
+from autopar.specialize import specialize, specialize_step
 
 BOUND = 1e-5
 
@@ -92,6 +94,33 @@ def test_equal_to_eager_and_compiled_once(make: Any) -> None:
             model.zero_grad()
             model.train_step(**batch)
     assert counts[0] > 0 and counts[1] == 0
+
+
+def kinds(layers: int, hints: Hints) -> list[set[str]]:
+    """The texts of all segments that each stage of a step compiles, of its first micro-batch and of further ones."""
+    model, batch = llama(num_hidden_layers=layers), tokens(8, 8)
+    plan = autopar.plan(model, f"cpu:{(hints.pp or 1) * (hints.dp or 1)}", hints=hints, example_inputs=batch)
+    program = specialize_step(model, plan, (), batch)
+    found = []
+    for part in program.stages or [program.phases]:
+        phases = part.all() if isinstance(part, Phases) else part.phases
+        assert part.backward is not None
+        summed = [i for i, name in enumerate(part.backward.outputs) if name in part.left]
+        modules = [*(phase.module for phase in phases), keep_sums(part.backward.module, (), summed)]
+        found.append({segment.code for module in modules for segment in cut(module.graph)[1]})
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hints", [
+    Hints(pp=2, schedule="1f1b", micro_batch_size=2),
+    Hints(dp=2, zero=2, micro_batch_size=2),
+    Hints(pp=2, dp=2, zero=3, schedule="1f1b", micro_batch_size=2),
+], ids=["1f1b", "zero 2", "1f1b, zero 3"])  # fmt: skip
+def test_a_deeper_model_has_no_other_segments(hints: Hints) -> None:
+    """Nothing that is compiled has as many operators as the model has blocks, such as what gradients end with."""
+    few, many = kinds(6, hints), kinds(8, hints)
+    assert few == many and all(few)
 
 
 def test_no_compiler_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

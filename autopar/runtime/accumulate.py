@@ -16,6 +16,7 @@ from autopar.errors import RuntimeFailure
 from autopar.passes.accumulate import Accumulation, accumulation
 from autopar.passes.partition import Program
 from autopar.runtime.release import run_and_release
+from autopar.runtime.step import keeping
 from autopar.runtime.versions import version
 
 
@@ -91,19 +92,19 @@ class Accumulator:
         if program not in self._cuts:
             assert program.backward is not None
             self._cuts[program] = accumulation(program.backward, self._groups)
-        cut = self._cuts[program]
-        values = list(run_and_release(cut.backward, inputs))
+        cut, sums = self._cuts[program], self._sums.get(program)
+        places = range(len(cut.backward.graph.output_node().args[0]))  # type: ignore[arg-type]
+        if sums is not None:
+            inputs += sums.values
+            run_and_release(keeping(cut.backward, (), places), inputs)
+            sums.reached |= set(reached)
+            sums.backwards += 1
+            return
+        values = list(run_and_release(keeping(cut.backward, places, ()), inputs))
         if not self._sums:
             self._versions = [version(p) for p in self._parameters]
             self._hook = register_optimizer_step_pre_hook(self._refuse)
-        if program not in self._sums:
-            self._sums[program] = _Sums(cut.finish, names, values, set(reached))
-            return
-        sums = self._sums[program]
-        # not in place: what the graph returns may be a view of something else
-        sums.values = [held + value for held, value in zip(sums.values, values, strict=True)]
-        sums.reached |= set(reached)
-        sums.backwards += 1
+        self._sums[program] = _Sums(cut.finish, names, values, set(reached))
 
     def _release(self, names: Sequence[str]) -> dict[str, Tensor]:
         """The gradients of all that is held, reduced."""

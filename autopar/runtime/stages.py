@@ -60,8 +60,12 @@ class StageRun:
         here.clear()  # what the forward saved is held by the list alone, which may be emptied as it is used
         values.clear()
         values.update({name: passed[name] for name in kept if name in passed})
-        found = passed | dict(zip(phase.outputs, self._run(phase.module, inputs), strict=True))
-        self._sums.add({name: found[name] for name in phase.outputs if name in stage.left})
+        if kind == "F":
+            found = dict(zip(phase.outputs, self._run(phase.module, inputs), strict=True))
+            self._sums.add({name: value for name, value in found.items() if name in stage.left})
+        else:
+            found = self._sums.run(self._run, phase, inputs, stage.left)
+        found |= passed
         values.update({name: found[name] for name in kept if name in found})
         if kind != "W":
             self._handed_on["F" if kind == "F" else "B", micro_batch] = {name: found[name] for name in sends}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from autopar.passes.phases import Phase, Phases
+from autopar.passes.sums import keep_sums
 from autopar.runtime.program import StepProgram
 
 #: Runs a graph on values in the order of its inputs, and may empty the list; returns its outputs.
@@ -34,6 +36,21 @@ def run_phase(run: Run, phase: Phase, values: Mapping[str, Any]) -> dict[str, An
     return dict(zip(phase.outputs, outputs, strict=True))
 
 
+#: Graphs that keep sums, by the graphs that they were made of and the places of what they return and add.
+_keeping: weakref.WeakKeyDictionary[fx.GraphModule, dict[tuple[tuple[int, ...], tuple[int, ...]], fx.GraphModule]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def keeping(module: fx.GraphModule, owned: Sequence[int], added: Sequence[int]) -> fx.GraphModule:
+    """`passes.sums.keep_sums`, made once. ``module`` must not change any more."""
+    made = _keeping.setdefault(module, {})
+    key = (tuple(owned), tuple(added))
+    if key not in made:
+        made[key] = keep_sums(module, owned, added)
+    return made[key]
+
+
 class Sums(dict[str, Any]):
     """What micro-batches leave for the end of a step, by name, taken together by ``reductions``."""
 
@@ -46,6 +63,19 @@ class Sums(dict[str, Any]):
         for name, value in found.items():
             known = name in self._reductions and name in self
             self[name] = self._combine(self._reductions[name], self[name], value) if known else value
+
+    def run(self, run: Run, phase: Phase, inputs: list[Any], left: Collection[str]) -> dict[str, Any]:
+        """Run a backward on ``inputs``, which may be emptied, and take in what it leaves under the names ``left``: from
+        the second micro-batch on in place, as soon as it is there. Returns its other outputs by name."""
+        summed = [i for i, name in enumerate(phase.outputs) if name in left and self._reductions.get(name) == "sum"]
+        added = [i for i in summed if phase.outputs[i] in self]
+        owned = [i for i in summed if phase.outputs[i] not in self]
+        module = keeping(phase.module, owned, added) if summed else phase.module
+        inputs += [self[phase.outputs[i]] for i in added]
+        names = [name for i, name in enumerate(phase.outputs) if i not in added]
+        found = dict(zip(names, run(module, inputs), strict=True))
+        self.add({name: found[name] for name in names if name in left})
+        return found
 
 
 def run_step(
@@ -75,7 +105,7 @@ def run_step(
             inputs = [here[name] for name in phases.backward.inputs]
             here.clear()  # what the forward saved is held by the list alone, which may be emptied as it is used
             made.clear()
-            sums.add(dict(zip(phases.backward.outputs, run(phases.backward.module, inputs), strict=True)))
+            sums.run(run, phases.backward, inputs, phases.left)
     values.update(sums)
     if phases.finish is not None:
         values.update(run_phase(run, phases.finish, values))

@@ -139,6 +139,7 @@ def _is_made_again(setting: Setting) -> Callable[[str], bool]:
 class StageLife:
     """The fullest moments of one stage's graphs, of one micro-batch: of its forward, of its backward as a whole, and of
     the backward of inputs and of weights apart, all with the activations that they work on; and of the step's end.
+    Backwards after the first add to the sums that it has left, beside which they are ``adding`` and ``adding_weight``.
 
     ``saved`` are bytes that a forward leaves for its backward, ``between`` those that the backward of inputs leaves for
     that of weights; ``sums`` those of what micro-batches add up, ``copies`` those that are kept for the step."""
@@ -147,6 +148,8 @@ class StageLife:
     backward: Moment
     input: Moment
     weight: Moment
+    adding: Moment
+    adding_weight: Moment
     finish: Moment
     saved: int
     between: int
@@ -162,14 +165,16 @@ def step_life(
     tape, _, found = _tape(setting, assignment, keeping, micro_batches, short)
     step = programs(tape, _mesh(assignment, micro_batches), found)
     forward = life(step.forward, _kinds(tape, found, found.saved), TRANSIENTS)
-    sums, backward, finish = 0, Moment(), Moment()
+    sums, backward, adding, finish = 0, Moment(), Moment(), Moment()
     if step.backward is not None:
         ends = step.backward.outputs
         backward = life(step.backward, _kinds(tape, found, found.saved, ends), TRANSIENTS)
+        adding = life(replace(step.backward, outputs=[]), _kinds(tape, found, found.saved), TRANSIENTS)
         sums = tape.bytes((*found.forward, *ends)) if micro_batches > 1 else 0
     if step.finish is not None:
         finish = life(step.finish, _kinds(tape, found) | tape.kinds(found.left, None), TRANSIENTS)
-    return StageLife(forward, backward, {}, {}, finish, tape.bytes(found.saved), 0, sums, tape.bytes(found.ready))
+    saved, copies = tape.bytes(found.saved), tape.bytes(found.ready)
+    return StageLife(forward, backward, {}, {}, adding, {}, finish, saved, 0, sums, copies)
 
 
 def _mesh(assignment: Assignment, micro_batches: int) -> Mesh:
@@ -237,6 +242,10 @@ def _life_of_stage(tape: Tape, found: Cut, part: StagePrograms) -> StageLife:
     def alive(program: Program, kept: Iterable[int], ends: Iterable[int]) -> Moment:
         return life(program, _kinds(tape, found, kept, ends), TRANSIENTS)
 
+    def adding(program: Program, kept: Iterable[int]) -> Moment:
+        others = [i for i in program.outputs if i not in part.ends]
+        return alive(replace(program, outputs=others), kept, ())
+
     finish = Moment()
     if part.finish is not None:
         finish = life(part.finish, _kinds(tape, found) | tape.kinds(found.left, None), TRANSIENTS)
@@ -245,6 +254,8 @@ def _life_of_stage(tape: Tape, found: Cut, part: StagePrograms) -> StageLife:
         alive(part.backward, saved, ends),
         alive(part.input, (*saved, *part.between), ()),
         alive(part.weight, part.between, part.weight.outputs),
+        adding(part.backward, saved),
+        adding(part.weight, part.between),
         finish,
         tape.bytes(saved),
         tape.bytes(part.between),
@@ -268,9 +279,10 @@ def row_moments(row: Sequence[ScheduleStep], lives: Sequence[StageLife], stages:
         if (state := (action.stage, action.kind, total, sums)) not in seen:
             seen.add(state)
             beside = {ACTIVATIONS: total, GRADIENTS: sums, COPIES: copies}
-            yield _sum({"F": own.forward, "B": own.backward, "I": own.input, "W": own.weight}[action.kind], beside)
-            if action.kind in "BW":  # sums and what is added to them
-                yield {**beside, GRADIENTS: sums + own.sums}
+            kinds = {"F": own.forward, "B": own.backward, "I": own.input, "W": own.weight}
+            if action.stage in summed:
+                kinds |= {"B": own.adding, "W": own.adding_weight}
+            yield _sum(kinds[action.kind], beside)
         left = {"F": own.saved, "I": own.between}.get(action.kind, 0)
         if left:
             held[key] = left
@@ -285,9 +297,10 @@ def _step_moments(own: StageLife, micro_batches: int) -> Iterator[Moment]:
     """The fullest moments of a step without a pipeline; from the second micro-batch on all are alike."""
     sums = {GRADIENTS: own.sums, COPIES: own.copies}
     yield _sum(own.forward, sums)
-    yield _sum(own.backward, sums)
-    if micro_batches > 1:
-        yield _sum(sums, {GRADIENTS: own.sums})  # while sums and what is added to them are both there
+    if micro_batches == 1:
+        yield _sum(own.backward, sums)
+    else:
+        yield _sum(own.adding, sums)
         yield _sum(own.finish, sums)
 
 

@@ -76,9 +76,11 @@ def _varying(tape: Tape, calls: Iterable[int], given: Collection[int]) -> set[in
 
 
 def _summed(tape: Tape, i: int) -> int:
-    """What an entry that stands for a sum over micro-batches adds up."""
+    """What an entry that stands for a sum over micro-batches adds up: what the collective's copy that is contiguous is
+    made of."""
     (start,) = tape.entries[i].args
-    return tape.entries[start].args[0]
+    (together,) = tape.entries[start].args
+    return tape.entries[together].args[0]
 
 
 def _ready(tape: Tape, calls: list[int], needed: set[int], varying: set[int]) -> tuple[set[int], frozenset[int]]:
