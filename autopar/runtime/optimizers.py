@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.errors import OptimizerError
+from autopar.runtime.failure import guarded
 from autopar.runtime.versions import version
 
 #: Classes (torch.optim's and transformers') that look at more than one element of a parameter at a time.
@@ -37,8 +38,9 @@ class WholeOptimizer(torch.optim.Optimizer):
     of them, as optimizers take them. Every parameter is owned by one rank, so that all own about as many elements: in
     `step` its gradient is gathered, the owner updates the whole parameter as one process would, bit for bit, and every
     rank takes its piece of the result. The optimizer's state exists on the owner alone. Learning-rate schedulers and
-    ``torch.amp.GradScaler`` work on it as on any other; every rank must call `step`. `state_dict` is this rank's own
-    part, to be loaded on the same number of ranks.
+    ``torch.amp.GradScaler`` work on it as on any other; every rank must call `step`. ``state`` and `state_dict` have
+    whole tensors of what this rank owns and nothing of other parameters; `TrainingState` saves them by the names of
+    parameters, and whoever owns one under another plan, on any number of ranks, loads it.
 
     Memory: the owner keeps whole copies of what it owns; one whole gradient at a time is there on every rank. Raises
     OptimizerError for parameters that are not those of a parallel module.
@@ -76,6 +78,7 @@ class WholeOptimizer(torch.optim.Optimizer):
                 self._whole[p] = nn.Parameter(whole.clone())
         self._versions[p] = version(p)[:2]
 
+    @guarded("WholeOptimizer.step")
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient. Every rank must call it."""
@@ -97,7 +100,15 @@ class WholeOptimizer(torch.optim.Optimizer):
             self._inner.zero_grad()
         for p in trained:
             self._hand_out(p)
+        self._show_state()
         return loss
+
+    def _show_state(self) -> None:
+        """Let the state of parameters be that of the whole ones. It is empty, but there, for those of other ranks: all
+        ranks alike must see whether there has been a step."""
+        for p in self._owners:
+            inner = self._inner.state[self._whole[p]] if self._inner is not None and p in self._whole else {}
+            self.state[p] = inner
 
     def _hand_out(self, p: DTensor) -> None:
         """Give every rank its piece of the owner's whole parameter."""
@@ -107,14 +118,12 @@ class WholeOptimizer(torch.optim.Optimizer):
         p.to_local().copy_(replicated.redistribute(placements=p.placements).to_local())
         self._versions[p] = version(p)[:2]
 
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank owns, as the user's optimizer gives it."""
-        return {} if self._inner is None else self._inner.state_dict()
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`, on the rank that it came from."""
+        """Take over a `state_dict`, of which this rank reads the state of what it owns."""
+        super().load_state_dict(dict(state_dict))
         if self._inner is not None:
-            self._inner.load_state_dict(dict(state_dict))
+            self._inner.state.update({whole: self.state[p] for p, whole in self._whole.items()})
+        self._show_state()
 
 
 def _owners(params: Iterable[DTensor]) -> list[tuple[int, ...]]:

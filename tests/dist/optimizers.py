@@ -116,7 +116,7 @@ def whole_matrices() -> None:
         refused("on parameters that are split over ranks", optimizer.step)
     optimizer = WholeOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     optimizer.step()
-    owned = [int(s["momentum_buffer"].numel()) for s in optimizer.state_dict()["state"].values()]
+    owned = [int(s["momentum_buffer"].numel()) for s in optimizer.state_dict()["state"].values() if s]
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, sum(owned))
     total = sum(p.numel() for p in model.parameters())
