@@ -2,7 +2,7 @@
 
     python benchmarks/step_time.py                        # all cases that this number of cores allows, as a table
     python benchmarks/step_time.py --json out.json        # rows with name, ratio, low, high, collectives of both
-    python benchmarks/step_time.py --cases ddp-2 fsdp-2   # some cases
+    python benchmarks/step_time.py --cases ddp-2 fsdp-2   # some cases; --list names all
 
 Every case starts its own Gloo processes. Both programs train the same Llama on the same batch; forward and backward of
 one are timed right after those of the other, in alternating order, from a barrier to the last rank's end. A ratio is
@@ -192,6 +192,8 @@ def pipeline(compiled: bool, *, kind: Any) -> tuple[nn.Module, Step]:
     """`torch.distributed.pipelining` with a schedule of ``kind``, one stage a rank."""
     rank, n = dist.get_rank(), dist.get_world_size()
     model = Piece(llama(), rank, n)
+    if compiled:
+        model.compile()
     stage = pipelining.PipelineStage(model, rank, n, torch.device("cpu"))
     schedule = kind(stage, MICRO_BATCHES, loss_fn=next_token_loss)
 
@@ -231,7 +233,7 @@ def cases() -> dict[str, Case]:
         for name, kind in (("1f1b", pipelining.Schedule1F1B), ("gpipe", pipelining.ScheduleGPipe)):
             hints = Hints(pp=n, schedule=name, micro_batch_size=SAMPLES // MICRO_BATCHES)
             found[f"{name}-{n}"] = Case(n, partial(pipeline, kind=kind), hints)
-    for name in ("eager-1", "ddp-2", "fsdp-2", "tp-2"):
+    for name in ("eager-1", "ddp-2", "fsdp-2", "fsdp-no-reshard-2", "tp-2", "1f1b-2", "fsdp-tp-4"):
         found[f"{name}-compiled"] = replace(found[name], compiled=True)
     return found
 
@@ -394,16 +396,24 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=cases(), default=list(cases()), metavar="CASE")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there too")
+    parser.add_argument("--list", action="store_true", help="name the cases and end")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there too, after every case")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         worker(*options.worker)
         return
-    rows = [run(name) for name in options.cases]
+    if options.list:
+        print("\n".join(cases()))
+        return
+    rows: list[dict[str, Any]] = []
+    for name in options.cases:
+        began = time.monotonic()
+        rows.append(run(name))
+        print(f"{name}: ratio {rows[-1]['ratio']:.3f}, in {time.monotonic() - began:.0f} s", flush=True)
+        if options.json:
+            Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
     show(rows)
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

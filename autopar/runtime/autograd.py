@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar._compat import dtensor_like
 from autopar.passes.partition import Program
 from autopar.runtime.accumulate import Accumulator
 from autopar.runtime.autocast import as_captured
@@ -17,18 +18,16 @@ from autopar.runtime.copies import StepCopies
 from autopar.runtime.failure import guarded
 from autopar.runtime.program import Emitted, Specialization
 from autopar.runtime.release import run_and_release
-from autopar.sharding.layout import Layout
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a program needs of its module to run: the kind of device, the copies of parameters that are kept, what holds
-    gradients back, and how a rank's piece becomes a DTensor."""
+    """What a program needs of its module to run: the kind of device, the copies of parameters that are kept, and what
+    holds gradients back."""
 
     device_type: str
     copies: StepCopies
     accumulator: Accumulator
-    dtensor: Callable[[Tensor, Layout, Sequence[int]], DTensor]
 
 
 class ProgramFunction(torch.autograd.Function):
@@ -52,7 +51,7 @@ class ProgramFunction(torch.autograd.Function):
         values.update(zip(program.saved, saved, strict=True))
         kept = [name for name in program.backward_inputs if name in values]
         ctx.save_for_backward(*(values[name] for name in kept))
-        ctx.kept, ctx.around, ctx.special, ctx.program = kept, around, special, program
+        ctx.kept, ctx.around, ctx.special, ctx.program, ctx.parameters = kept, around, special, program, parameters
         places = zip(results, program.results, strict=True)
         ctx.mark_non_differentiable(*(r for r, i in places if special.captured.outputs[i].tangent is None))
         ctx.set_materialize_grads(False)  # which results were not used says which parameters get no gradient
@@ -81,13 +80,11 @@ class ProgramFunction(torch.autograd.Function):
         values.clear()
         gradients = around.accumulator.backward(program, inputs, trained, reached)
         found: list[DTensor | None] = []
-        for p in special.captured.parameters:
+        for p, parameter in zip(special.captured.parameters, ctx.parameters, strict=True):
             if p.name not in gradients:
                 found.append(None)
                 continue
-            layout = special.assignment.sources[p.placeholder]
-            gradient = gradients[p.name].to(p.storage_dtype).contiguous()
-            found.append(around.dtensor(gradient, layout, p.spec.shape))
+            found.append(dtensor_like(gradients[p.name].to(p.storage_dtype).contiguous(), parameter))
         return (None, None, None, None, *found)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import pytree
+from autopar._compat import dtensor_like, pytree
 from autopar.capture import batch_tensors
 from autopar.capture.graph import Parameter
 from autopar.capture.hf_padding import padded
@@ -33,7 +33,7 @@ from autopar.runtime.copies import StepCopies
 from autopar.runtime.failure import guarded
 from autopar.runtime.optimizers import refuse_pieces
 from autopar.runtime.outputs import stale
-from autopar.runtime.parameters import Fill, as_dtensor, layouts_of, own_pieces, parallel_tree, parameter_names
+from autopar.runtime.parameters import Fill, layouts_of, own_pieces, parallel_tree, parameter_names
 from autopar.runtime.pipeline import make_pipeline, no_forward, shown
 from autopar.runtime.precision import agree_on_overflow, inputs_as_used
 from autopar.runtime.process import agree, host_group, make_device_mesh
@@ -193,7 +193,7 @@ class ParallelModule(nn.Module):
             trained = [p for p in program.captured.parameters if p.gradient is not None]
             for p, gradient in zip(trained, gradients, strict=True):
                 if gradient is not None:
-                    self._add_gradient(program, p, gradient)
+                    self._add_gradient(p, gradient)
             if self.grad_scaler is not None and self._pipeline is not None:
                 grads = [p.grad for p in self.parameters() if isinstance(p.grad, DTensor)]
                 agree_on_overflow(grads, torch.device(device))
@@ -202,16 +202,16 @@ class ParallelModule(nn.Module):
         self._see_loss(loss)
         return loss
 
-    def _add_gradient(self, program: StepProgram, p: Parameter, piece: Tensor) -> None:
+    def _add_gradient(self, p: Parameter, piece: Tensor) -> None:
         """Add this rank's piece of a gradient to the parameter's ``grad``."""
         parameter = self._original.get_parameter(p.name)
-        piece = piece.to(p.storage_dtype).contiguous()
-        gradient = self.dtensor(piece, program.storage(p.placeholder), p.spec.shape)
+        gradient = dtensor_like(piece.to(p.storage_dtype).contiguous(), parameter)
         if parameter.grad is None:
             parameter.grad = gradient
         else:
             parameter.grad += gradient
 
+    @guarded("clip_grad_norm_")
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -228,10 +228,6 @@ class ParallelModule(nn.Module):
         if self._pipeline is None:
             return True
         return min(homes(parameter_names(self._original)[name], self.plan.stages)) in self._pipeline.own
-
-    def dtensor(self, piece: Tensor, layout: Any, shape: Sequence[int]) -> DTensor:
-        """A rank's piece in ``layout`` as a DTensor of global ``shape``."""
-        return as_dtensor(piece, layout, self.mesh, self.device_mesh, torch.Size(shape))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As ``nn.Module.load_state_dict``, from this module's own state dict (DTensors) or from a whole one of the
@@ -250,6 +246,7 @@ class ParallelModule(nn.Module):
                 pieces.pop(name, None)
         return super().load_state_dict(pieces, strict=strict)
 
+    @guarded("save_pretrained")
     def save_pretrained(self, directory: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
         """Write the model as transformers does: ``from_pretrained(directory)`` gives the whole model with these
         weights. Every rank calls it; no rank holds more than one file of ``max_shard_size`` at a time. An earlier save
@@ -282,7 +279,7 @@ class ParallelModule(nn.Module):
         else:
             defer = self.training and not self._keeps_all
             program = self._programs.bound(special, Specialization.loss_only if defer else Specialization.whole)
-            around = Surroundings(self.device_mesh.device_type, self._copies, self._accumulator, self.dtensor)
+            around = Surroundings(self.device_mesh.device_type, self._copies, self._accumulator)
             outputs = ProgramFunction.apply(around, special, program, given, *parameters)
             results = dict(zip(program.results, outputs, strict=True))
         for place, result in results.items():

@@ -19,7 +19,6 @@ from autopar.passes.shard import Sharded, shard
 from autopar.plan import Plan
 from autopar.runtime.batches import Fallback
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.layout import Layout
 from autopar.sharding.operators import Operators
 
 T = TypeVar("T", covariant=True)
@@ -100,10 +99,6 @@ class StepProgram:
     def input_name(self, placeholder: fx.Node) -> str:
         """The name under which a captured placeholder enters the phases."""
         return self.sharded.inputs[placeholder].name
-
-    def storage(self, placeholder: fx.Node) -> Layout:
-        """The layout in which a parameter rests, the same in every micro-batch."""
-        return self.assignment.sources[placeholder]
 
 
 #: What a rank runs: a forward with its backward, or a whole step.

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from autopar._compat import BoxedCodeGen
+from autopar._compat import BoxedCodeGen, below_autograd
 from autopar.passes.segments import segmented
 from autopar.runtime.compiled import Segment
 
@@ -25,10 +25,14 @@ _boxed: weakref.WeakKeyDictionary[fx.GraphModule, Callable[[list[Any]], Any]] = 
 
 
 def run_and_release(module: fx.GraphModule, inputs: list[Any]) -> Any:
-    """``module(*inputs)``; ``inputs`` is empty afterwards. ``module`` must not change after its first run."""
+    """``module(*inputs)``, without autograd; ``inputs`` is empty afterwards. ``module`` must not change after its first
+    run."""
     if module not in _boxed:
         graph = segmented(module.graph, Segment) if module.meta.get(COMPILE) else copy.deepcopy(module.graph)
         graph.set_codegen(BoxedCodeGen())
         boxed = fx.GraphModule(nn.Module(), graph, class_name=type(module).__name__)
         _boxed[module] = boxed.forward  # no hooks of a module: it is none of the user's
-    return _boxed[module](inputs)
+    if module.meta.get(COMPILE):  # Inductor traces with autograd's own dispatch
+        return _boxed[module](inputs)
+    with below_autograd():
+        return _boxed[module](inputs)
