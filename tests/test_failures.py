@@ -33,7 +33,7 @@ def alone(what: str) -> tuple[list[int], str, float]:
     try:
         outputs = [ranks[0].communicate(timeout=SECONDS)[0]]
         first = time.monotonic()
-        if what == "out_of_memory":
+        if what.startswith("out_of_memory"):
             ranks[1].kill()  # it sleeps
         outputs.append(ranks[1].communicate(timeout=SECONDS)[0])
     finally:
@@ -49,14 +49,19 @@ GONE = r"rank 1 failed in {} \(call \d+\): (no sign of life|it ended)"
     ("killed_in_forward", GONE.format("forward")),
     pytest.param("killed_in_backward", GONE.format("backward"), marks=pytest.mark.slow),
     pytest.param("killed_in_train_step", GONE.format("train_step"), marks=pytest.mark.slow),
+    pytest.param("killed_in_pipeline", GONE.format("train_step"), marks=pytest.mark.slow),
+    pytest.param("killed_before_clipping", GONE.format("clip_grad_norm_"), marks=pytest.mark.slow),
+    pytest.param("out_of_memory_in_pipeline",
+                 r"rank 1 failed in train_step \(call 3\): OutOfMemoryError: CUDA out of memory",
+                 marks=pytest.mark.slow),
     pytest.param("out_of_memory", r"rank 1 failed in forward \(call 4\): OutOfMemoryError: CUDA out of memory",
                  marks=pytest.mark.slow),
     pytest.param("data_loader", r"rank 1 failed in its own code: ValueError: the file is cut short",
                  marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_others_end_with_the_reason(what: str, message: str) -> None:
-    """Killed in forward, backward and train_step; out of memory on a rank that lives on while the other waits for it;
-    an error of the user's own code."""
+    """Killed in forward, backward, train_step, with a pipeline too, and between two calls; out of memory on a rank that
+    lives on while the other waits for it, in a collective or for a message; an error of the user's own code."""
     codes, output, _ = alone(what)
     lines = [line for line in output.splitlines() if line.startswith("[rank 0] ")]
     assert len(lines) == 1 and re.search(message, lines[0]), output[-4000:]
@@ -65,15 +70,16 @@ def test_the_others_end_with_the_reason(what: str, message: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_differ_say_so() -> None:
-    """Global batches with other contents, local ones that should be the same, other plans, other weights: one
-    message on all ranks; a loss of nan is a warning, once on each."""
+    """Global batches with other contents, local ones that should be the same, other plans, other weights, other code:
+    one message on all ranks; a loss of nan is a warning, once on each."""
     result = torchrun(2, SCRIPTS / "failures.py", "differing", timeout=120)
     expected = [
         "batch_contents: ranks [1] passed another batch than rank 0",
         "local_contents: ranks [1] passed another local batch than ranks with the same data_rank",
         "plans: ranks [1] were given another plan than rank 0",
         "weights: ranks [1] made another model than rank 0",
+        "code: ranks [1] made another program than rank 0",
     ]
     for rank, lines in said(result).items():
-        assert lines[:4] == expected, result.stdout[-4000:]
-        assert len(lines) == 6 and lines[4].startswith(f"warned: rank {rank}: the loss is nan"), lines
+        assert lines[:5] == expected, result.stdout[-4000:]
+        assert len(lines) == 7 and lines[5].startswith(f"warned: rank {rank}: the loss is nan"), lines

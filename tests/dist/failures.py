@@ -25,6 +25,7 @@ from autopar.errors import AutoparError
 from autopar.runtime import failure
 
 aten = torch.ops.aten
+PIPELINE = Hints(pp=2, schedule="1f1b", micro_batch_size=2)
 
 
 def parallel(hints: Hints | None = None, **arguments: Any) -> Any:
@@ -86,16 +87,22 @@ def weights() -> None:
     autopar.parallelize(model, hints=Hints(tp=2), example_inputs=tokens(8, 8))
 
 
+def code() -> None:
+    """Rank 1 runs another version of the model's code: the same parameters, other activations."""
+    model = llama(num_hidden_layers=1, hidden_act="silu" if dist.get_rank() == 0 else "gelu")
+    autopar.parallelize(model, hints=Hints(tp=2), example_inputs=tokens(8, 8))(**tokens(8, 8))
+
+
 def not_a_number() -> None:
-    """A loss of nan is a number like others, with one warning on every rank."""
+    """A loss of nan is a number like others, with one warning on every rank, in the plain loop and in a whole step."""
     model = parallel()
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(float("nan"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2):
-            assert model(**tokens(8, 8)).loss.isnan()
+        assert model(**tokens(8, 8)).loss.isnan()
+        assert model.train_step(**tokens(8, 8)).isnan()
     for warning in caught:
         if "nan" in str(warning.message):
             say(f"warned: {warning.message}")
@@ -103,7 +110,7 @@ def not_a_number() -> None:
 
 def differing() -> None:
     """All of the above, one after the other."""
-    for what in (batch_contents, local_contents, plans, weights, not_a_number):
+    for what in (batch_contents, local_contents, plans, weights, code, not_a_number):
         try:
             what()
         except AutoparError as error:
@@ -155,14 +162,42 @@ def killed_in_train_step() -> None:
         model.train_step(**tokens(8, 8))
 
 
-def out_of_memory() -> None:
-    """Rank 1 raises, lives on and never comes back, and rank 0 waits for it in a collective."""
-    failure.GRACE = 2.0
+def killed_in_pipeline() -> None:
+    """While the first stage waits for a gradient of the last one."""
+    model = parallel(PIPELINE)
+    model.train_step(**tokens(8, 8))
+    with At(kill):
+        model.train_step(**tokens(8, 8))
+
+
+def killed_before_clipping() -> None:
+    """Between two calls; the other is in a collective of its own by then."""
     model = parallel()
     model(**tokens(8, 8)).loss.backward()
+    if dist.get_rank() == 1:
+        kill()
+    model.clip_grad_norm_(1.0)
+
+
+def out_of_memory() -> None:
+    """Rank 1 raises, lives on and never comes back, and rank 0 waits for it in a collective."""
+    model = parallel()
+    model(**tokens(8, 8)).loss.backward()
+    _without_memory(lambda: model(**tokens(8, 8)))
+
+
+def out_of_memory_in_pipeline() -> None:
+    """The same, and rank 0 waits for a message."""
+    model = parallel(PIPELINE)
+    model.train_step(**tokens(8, 8))
+    _without_memory(lambda: model.train_step(**tokens(8, 8)))
+
+
+def _without_memory(step: Callable[[], object]) -> None:
+    failure.GRACE = 2.0
     try:
         with At(no_memory):
-            model(**tokens(8, 8))
+            step()
     except torch.OutOfMemoryError as error:
         say(f"{type(error).__name__}: {error}")
         time.sleep(60)
@@ -177,7 +212,8 @@ def data_loader() -> None:
     model(**tokens(8, 8))
 
 
-ALONE = (killed_in_forward, killed_in_backward, killed_in_train_step, out_of_memory, data_loader)
+ALONE = (killed_in_forward, killed_in_backward, killed_in_train_step, killed_in_pipeline, killed_before_clipping,
+         out_of_memory, out_of_memory_in_pipeline, data_loader)  # fmt: skip
 TOGETHER = (world_size, batch_shapes, later_batch_shapes, planning, differing)
 
 
