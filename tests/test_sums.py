@@ -15,7 +15,9 @@ from torch import Tensor, fx, nn
 
 import autopar
 from autopar import Hints
+from autopar.errors import RuntimeFailure
 from autopar.passes.sums import keep_sums
+from autopar.runtime import accumulate
 from autopar.runtime.accumulate import Accumulator
 from autopar.runtime.step import Sums
 
@@ -175,4 +177,27 @@ def test_held_gradients_add_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     parallel(**batch)["loss"].backward()
     model(**batch)["loss"].backward()
     assert len(seen) == 4 and all(one == seen[0] for one in seen) and len(seen[0]) >= 3
+    compare(parallel, model)
+
+
+def test_a_backward_that_fails_halfway_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has added some of its gradients to what is held: nothing of that becomes a gradient until it is dropped."""
+    parallel, model, batch = parallel_pair()
+
+    def fails(module: Any, inputs: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with parallel.accumulate():
+        parallel(**batch)["loss"].backward()
+        loss = parallel(**batch)["loss"]
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            patch.setattr(accumulate, "run_and_release", fails)
+            loss.backward()
+    with pytest.raises(RuntimeFailure, match="not complete"):
+        parallel(**batch)["loss"].backward()
+    with pytest.raises(RuntimeFailure, match="not complete"), parallel.accumulate():
+        pass
+    parallel.zero_grad()
+    parallel(**batch)["loss"].backward()
+    model(**batch)["loss"].backward()
     compare(parallel, model)

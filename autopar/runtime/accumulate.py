@@ -47,6 +47,7 @@ class Accumulator:
         self._sums: dict[Program, _Sums] = {}
         self._versions: list[tuple[int, ...]] = []
         self._hook: Any = None
+        self._is_broken = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accumulator:
         """What is held stays with the original: a copied module has gradients of its own."""
@@ -67,7 +68,15 @@ class Accumulator:
         return {} if self.active else self._release(names)
 
     def check(self) -> None:
-        """RuntimeFailure if parameters have changed since the first gradient that is held."""
+        """RuntimeFailure if parameters have changed since the first gradient that is held, or a backward has failed
+        halfway."""
+        if self._is_broken:
+            raise RuntimeFailure(
+                "the gradients that accumulate() holds back are not complete",
+                expected="backwards that run to their end: each adds to the sums as it goes",
+                found=f"one that failed, after {self._count()} others",
+                change="drop what is held, model.zero_grad(), and run the backwards of this step again",
+            )
         if self._sums and self._versions != [version(p) for p in self._parameters]:
             raise RuntimeFailure(
                 "the parameters have changed while gradients are held back by accumulate()",
@@ -80,6 +89,7 @@ class Accumulator:
     def drop(self) -> None:
         """Forget all that is held."""
         self._sums.clear()
+        self._is_broken = False
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -96,7 +106,9 @@ class Accumulator:
         places = range(len(cut.backward.graph.output_node().args[0]))  # type: ignore[arg-type]
         if sums is not None:
             inputs += sums.values
+            self._is_broken = True
             run_and_release(keeping(cut.backward, (), places), inputs)
+            self._is_broken = False
             sums.reached |= set(reached)
             sums.backwards += 1
             return
