@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import fx
 
+from autopar._compat import OpOverload
 from autopar.passes.collectives import WAIT, aten
 from autopar.sharding.operators import VIEWS
 
@@ -70,28 +71,28 @@ def keep_sums(module: fx.GraphModule, owned: Collection[int], added: Collection[
     """``module`` with the outputs at the places ``owned`` as tensors that nothing else looks at, and those at the
     places ``added`` added to sums: it is given those besides, in the order of places, and does not return them."""
     graph = copy.deepcopy(module.graph)
-    outputs = graph.output_node().args[0]
-    assert isinstance(outputs, tuple)
-    found = list(outputs)
-    places = sorted(owned)
+    outputs: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    returned = dict(enumerate(outputs))
     others = [node for i, node in enumerate(outputs) if i not in owned and i not in added]
+    places = sorted(owned)
     for i, is_shared in zip(places, shared([outputs[i] for i in places], others), strict=True):
         if is_shared:
-            found[i] = _after(graph, outputs[i], aten.clone.default, (outputs[i],))
-            found[i].kwargs = {"memory_format": torch.contiguous_format}
+            returned[i] = _after(graph, outputs[i], aten.clone.default, (outputs[i],))
+            returned[i].kwargs = {"memory_format": torch.contiguous_format}
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for i in sorted(added):
         with graph.inserting_before(first):
             total = graph.placeholder(f"sum_{i}")
         _after(graph, outputs[i], aten.add_.Tensor, (total, outputs[i]))
-    graph.output_node().args = (tuple(node for i, node in enumerate(found) if i not in added),)
+        del returned[i]
+    graph.output_node().args = (tuple(returned.values()),)
     graph.lint()
     made = fx.GraphModule(torch.nn.Module(), graph, class_name=type(module).__name__)
     made.meta.update(module.meta)
     return made
 
 
-def _after(graph: fx.Graph, node: fx.Node, target: torch._ops.OpOverload, args: tuple[fx.Node, ...]) -> fx.Node:
+def _after(graph: fx.Graph, node: fx.Node, target: OpOverload, args: tuple[fx.Node, ...]) -> fx.Node:
     """A call as soon as ``node`` is there."""
     following = node.next
     while following.op == "placeholder":
