@@ -1,11 +1,11 @@
 """Peak memory of a training step: what plans predict, what PyTorch tracks, and what processes take.
 
-    python benchmarks/memory.py [--json FILE]
+    python benchmarks/memory.py [--json FILE] [--plans NAME ...]
 
 Ten plans of one small Llama train on four Gloo processes, each plan in a fresh run. `predicted` is `Plan.peak_memory`;
-`tracked` the peak that torch.distributed._tools.mem_tracker.MemTracker sees on rank 0 in a whole step, forward,
-backward and AdamW; `ratio` is predicted / tracked. `resident` is by how much the process had grown at most since before
-the model was made (VmHWM - VmRSS): the allocator, Gloo's buffers and code that is loaded late come on top.
+`tracked` the peak that torch.distributed._tools.mem_tracker.MemTracker sees in a whole step, forward, backward and
+AdamW, on the rank that has most; `ratio` is predicted / tracked. `resident` is by how much a process had grown at most
+since before the model was made (VmHWM - VmRSS): the allocator, Gloo's buffers and code that is loaded late come on top.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ MODEL = {
 }  # fmt: skip
 PLANS: dict[str, dict[str, Any]] = {
     "dp4": {"dp": 4},
-    "dp4, full": {"dp": 4, "recompute": "full"},
     "dp4, zero 3": {"dp": 4, "zero": 3},
     "dp4, zero 3, full": {"dp": 4, "zero": 3, "recompute": "full"},
     "dp4, zero 3, 4 micro-batches": {"dp": 4, "zero": 3, "micro_batch_size": 1},
@@ -36,12 +35,13 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2, tp2, selective": {"dp": 2, "tp": 2, "recompute": "selective"},
     "dp2, tp2, zero 3, first 3 blocks": {"dp": 2, "tp": 2, "zero": 3, "recompute": "full:3"},
     "dp2, tp2, 4 micro-batches": {"dp": 2, "tp": 2, "micro_batch_size": 2},
+    "pp2, dp2, 4 micro-batches": {"pp": 2, "dp": 2, "schedule": "1f1b", "micro_batch_size": 2},
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """One plan; bytes a rank."""
+    """One plan; bytes of the rank that has most."""
 
     name: str
     predicted: int
@@ -93,11 +93,14 @@ def worker(name: str) -> None:
     tracker.track_external(parallel, optimizer)
     with tracker:
         step()
-    tracked = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    most = torch.tensor([tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"], resident])
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    tracked, resident = most.tolist()
     predicted = parallel.plan.peak_memory
     if dist.get_rank() == 0:
         print("ROW " + json.dumps(asdict(Row(name, predicted, tracked, predicted / tracked, resident))), flush=True)
     dist.barrier()
+    dist.destroy_process_group()
 
 
 def measure(name: str) -> Row:
@@ -116,13 +119,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS), metavar="NAME", help="some of them")
     arguments = parser.parse_args()
     if arguments.worker:
         worker(arguments.worker)
         return
     print("| plan | predicted MiB | tracked MiB | ratio | resident MiB |\n| --- | --- | --- | --- | --- |")
     rows = []
-    for name in PLANS:
+    for name in arguments.plans:
         row = measure(name)
         rows.append(row)
         sizes = [f"{n / 2**20:.1f}" for n in (row.predicted, row.tracked, row.resident)]
