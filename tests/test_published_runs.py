@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import published_runs  # noqa: E402
 from published import fit, score  # noqa: E402
 from published.clusters import cluster_of, network_gbs  # noqa: E402
 from published.families import family_of  # noqa: E402
+from published.memory import framework_peak, kept_share  # noqa: E402
 from published.models import batch, build, is_gated, shape_of  # noqa: E402
 from published.plans import NotCovered, configurations, divides, hints_of, stages  # noqa: E402
 from published.predict import Prediction, Predictor, predictions  # noqa: E402
@@ -27,14 +29,27 @@ from published.price import Running, as_run, keep_tokens_whole  # noqa: E402
 from published.report import figures, text  # noqa: E402
 from published.rows import Row, read_rows  # noqa: E402
 
+from autopar.capture.graph import Captured  # noqa: E402
+from autopar.cluster import Cluster  # noqa: E402
 from autopar.cost_model.bubble import script  # noqa: E402
 from autopar.cost_model.simulate import Task  # noqa: E402
 from autopar.cost_model.step import Repeated, Timing, simulate_step  # noqa: E402
 from autopar.errors import InputError  # noqa: E402
+from autopar.sharding.assignment import Assignment  # noqa: E402
 from autopar.sharding.axes import make_mesh  # noqa: E402
+from autopar.sharding.operators import Operators  # noqa: E402
+from autopar.sharding.recompute import kept, made_again  # noqa: E402
+from autopar.solver.peaks import peak_of  # noqa: E402
+from autopar.solver.setting import Setting, keepings  # noqa: E402
 from autopar.solver.space import Pins, Space, build_space  # noqa: E402
 from autopar.solver.spmd import read  # noqa: E402
 from autopar.specialize import capture_batch  # noqa: E402
+
+#: A framework that overlaps nothing.
+RUNNING = Running(
+    compiled=True, sequence_parallel=True, gathered_again=True, tp_overlap=False, cp_overlap=False, dp_overlap=False,
+    p2p="overlapped", owners=False, fused_accumulation=False, fused_optimizer=True,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +180,7 @@ def test_frameworks_overlap_what_they_say(rows: dict[str, Row]) -> None:
     steps = script(None, 1, 1, 2)
 
     def seconds(tp_overlap: bool, dp_overlap: bool) -> float:
-        running = Running(
-            compiled=True, sequence_parallel=True, tp_overlap=tp_overlap, cp_overlap=False, dp_overlap=dp_overlap,
-            p2p="overlapped", owners=False, fused_accumulation=False, fused_optimizer=True,
-        )  # fmt: skip
+        running = replace(RUNNING, tp_overlap=tp_overlap, dp_overlap=dp_overlap)
         return simulate_step(as_run(timing, running, c), steps).seconds
 
     assert seconds(False, False) == pytest.approx(4 + 2 * (2 + 1 + 3) + 9 + 0.5)
@@ -191,15 +203,73 @@ def test_what_stages_send_is_waited_for_without_overlap(rows: dict[str, Row]) ->
     steps = script("1f1b", 2, 2, 2)
 
     def seconds(p2p: str) -> float:
-        running = Running(
-            compiled=True, sequence_parallel=False, tp_overlap=False, cp_overlap=False, dp_overlap=False,
-            p2p=p2p, owners=False, fused_accumulation=False, fused_optimizer=True,
-        )  # fmt: skip
+        running = replace(RUNNING, sequence_parallel=False, p2p=p2p)
         return simulate_step(as_run(timing, running, c), steps).seconds
 
     assert seconds("overlapped") == pytest.approx(3 * (1 + 2) + 2 * 0.2)
     # the second rank begins at 1.2 and ends a forward at 2.2, a backward at 4.4 with what it sends, then 5.4 and 7.6
     assert seconds("waited for") == pytest.approx(7.6 + 2)
+    # in turn both ranks also wait for what they receive: the second rank ends a forward at 2.4, a backward at 4.6 and
+    # one more of each at 5.8 and 8; the first rank has its forwards until 2.4, and waits for both backwards
+    assert seconds("in turn") == pytest.approx(8 + 2 + 0.2)
+
+
+def test_products_add_up_gradients_and_owners_are_waited_for(rows: dict[str, Row]) -> None:
+    """Two micro-batches of 1 s forward and 2 s backward, after which gradients are added up in 0.5 s; parameters are
+    gathered in 3 s and gradients reduced in 1. Overlapped a second hides behind the forward and the backward each;
+    owners hide nothing of what they send; products add up gradients in no time of their own."""
+    done = Task("compute", 0.5, kind="accumulate")
+    programs = ((Repeated(1, (Task("dp", 3.0),)),), (Repeated(1, (Task("compute", 1.0),)),),
+                (Repeated(1, (Task("compute", 2.0), done)),), (Repeated(1, (Task("dp", 1.0),)),))  # fmt: skip
+    timing = Timing(programs, {"begin": (0,), "F": (1,), "B": (2,), "end": (3,)}, (0.0,), (0.0,), (0.0,), (0.0,), 1.0)
+    row = _changed(rows["korthikanti-1a"], tp=4, n_gpus=8, micro_batch=1, global_batch=4)
+    (c,) = configurations(row, family_of(row))
+    steps = script(None, 1, 1, 2)
+
+    def seconds(**changes: Any) -> float:
+        return simulate_step(as_run(timing, replace(RUNNING, dp_overlap=True, **changes), c), steps).seconds
+
+    left = 0.1 * 1.0  # of the last buckets
+    assert seconds() == pytest.approx((3 - 1) + 2 * (1 + 2.5) + left)
+    assert seconds(fused_accumulation=True) == pytest.approx((3 - 1) + 2 * (1 + 2) + left)
+    assert seconds(owners=True) == pytest.approx(3 + 2 * (1 + 2.5) + left)
+
+
+def test_what_a_source_leaves_open_is_tried(rows: dict[str, Row]) -> None:
+    """32 devices without degrees: every tp and pp up to 8 that divides them; a batch is the family's default."""
+    row = _changed(rows["megllama32-2"], micro_batch=1)
+    found = configurations(row, family_of(row))
+    assert {(c.tp, c.pp) for c in found} == {(t, p) for t in (1, 2, 4, 8) for p in (1, 2, 4, 8) if t * p <= 32}
+    assert all(c.dp * c.tp * c.pp == 32 for c in found)
+    assert rows["nemo-062"].global_batch is None
+    assert family_of(rows["nemo-062"]).global_batch == 2048
+
+
+def test_frameworks_hold_one_buffer_of_gradients_and_less_activations() -> None:
+    """Four micro-batches of a small GPT on one device. Gradients in float32 take four bytes a weight, of an emitted
+    graph twice while the last ones are added; fused kernels keep less than all that the backward reads, more than
+    nothing, and dropout a byte an element that autopar does not keep."""
+    captured, operators, setting, assignment = _on_one_device(0.0)
+    keep = keepings(captured, assignment, setting.zero)
+    ours = framework_peak(setting, assignment, keep, 4, None, fused=False, sequence_parallel=False)
+    emitted = peak_of(setting, assignment, kept(operators, assignment, made_again(operators, "none")), keep, 4)
+    weights = sum(p.spec.numel for p in captured.parameters)
+    assert ours["gradients"] == pytest.approx(4 * weights, rel=1e-3)  # and the loss
+    assert emitted["gradients"] > ours["gradients"]
+    assert 0.1 < kept_share(operators, assignment, "none", fused=True, sequence_parallel=False) < 0.9
+    assert kept_share(operators, assignment, "none", fused=False, sequence_parallel=False) == 1
+    _, with_dropout, _, chosen = _on_one_device(0.1)
+    assert kept_share(with_dropout, chosen, "none", fused=False, sequence_parallel=False) > 1.02
+
+
+def _on_one_device(dropout: float) -> tuple[Captured, Operators, Setting, Assignment]:
+    """A GPT of two layers of width 32, with written out attention, on one device."""
+    model = build(shape_of(_small(), gated=False, written_out=True, dropout=dropout))
+    captured = capture_batch(model, (), batch(4, 64))
+    operators, cluster = read(captured), Cluster.parse("h100-sxm:1")
+    space = build_space(captured, operators, make_mesh(1, 1, 1), Pins())
+    assignment = space.assignment([int(d.allowed.argmax()) for d in space.decisions])
+    return captured, operators, Setting(captured, operators, cluster, "adamw"), assignment
 
 
 def test_without_sequence_parallelism_nothing_splits_tokens_over_tp() -> None:

@@ -27,6 +27,7 @@ class Family:
     zero: int
     zero_2: str
     sequence_parallel: bool
+    gathered_again: bool
     tp_overlap: bool
     cp_overlap: bool
     dp_overlap: bool

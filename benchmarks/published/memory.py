@@ -18,6 +18,7 @@ import torch
 from autopar.cost_model.bubble import script
 from autopar.schedule import Step
 from autopar.sharding.assignment import Assignment, result_layouts
+from autopar.sharding.axes import TENSOR_AXIS
 from autopar.sharding.layout import Layout
 from autopar.sharding.operators import Operators, Value
 from autopar.sharding.recompute import Kept, MadeAgain, kept, made_again
@@ -48,10 +49,11 @@ def framework_peak(
     micro_batches: int,
     pipeline: Pipeline | None,
     fused: bool,
+    sequence_parallel: bool,
 ) -> dict[str, int]:
     """Bytes a device by kind at the fullest moment of the fullest rank: the kinds of `peaks.peak_of`. Of ``fused``
-    kernels what enters is kept."""
-    share = kept_share(setting.operators, assignment, setting.recompute, fused)
+    kernels what enters is kept; with ``sequence_parallel`` tp splits the tokens of what it does not split otherwise."""
+    share = kept_share(setting.operators, assignment, setting.recompute, fused, sequence_parallel)
     if pipeline is None:
         lives, steps = [step_life(setting, assignment, keep, micro_batches)], script(None, 1, 1, micro_batches)
     else:
@@ -115,26 +117,38 @@ def _shared(life: StageLife, share: float) -> StageLife:
     )  # fmt: skip
 
 
-def kept_share(operators: Operators, assignment: Assignment, recompute: str, fused: bool) -> float:
+def kept_share(
+    operators: Operators, assignment: Assignment, recompute: str, fused: bool, sequence_parallel: bool
+) -> float:
     """What a framework keeps for the backward over what an emitted graph keeps."""
     again = made_again(operators, recompute)
-    plain = _bytes(operators, assignment, again)
+    plain = sum(_kept(operators, assignment, again).values())
     if fused:
         again = MadeAgain(again.operators | _inside_kernels(operators), again.moves)
-    own = _bytes(operators, assignment, again, gathered_again=fused) + _masks(operators, assignment, again)
-    return own / plain if plain else 1.0
+    own = _kept(operators, assignment, again)
+    if sequence_parallel:
+        own = _split_over_tp(operators, assignment, own)
+    return (sum(own.values()) + _masks(operators, assignment, again)) / plain if plain else 1.0
 
 
-def _bytes(operators: Operators, assignment: Assignment, again: MadeAgain, gathered_again: bool = False) -> float:
-    """Bytes a rank that the forward of a whole batch keeps; of what is ``gathered_again`` the piece."""
-    produced = result_layouts(operators, assignment)
-    found: dict[tuple[Value, Layout], int] = {}
-    for value, layout in kept(operators, assignment, again).saved:
-        spec = operators.specs[value]
-        at = min(layout, produced[value], key=lambda x: x.local_bytes(assignment.mesh, spec))
-        at = at if gathered_again else layout
-        found[value, at] = at.local_bytes(assignment.mesh, spec)
-    return float(sum(found.values()))
+def _kept(operators: Operators, assignment: Assignment, again: MadeAgain) -> dict[tuple[Value, Layout], float]:
+    """Bytes a rank of every value, by layout, that the forward of a whole batch keeps."""
+    saved = kept(operators, assignment, again).saved
+    return {key: float(key[1].local_bytes(assignment.mesh, operators.specs[key[0]])) for key in saved}
+
+
+def _split_over_tp(
+    operators: Operators, assignment: Assignment, found: Mapping[tuple[Value, Layout], float]
+) -> dict[tuple[Value, Layout], float]:
+    """The same if every value of tokens is kept in pieces over tp: a copy that was gathered is made again."""
+    degree, split = assignment.mesh.degree(TENSOR_AXIS), dict[tuple[Value, Layout], float]()
+    for (value, layout), nbytes in found.items():
+        whole = not any(TENSOR_AXIS in axes for axes in layout.dims)
+        of_tokens = bool(operators.batch_dims[value] or operators.sequence.dims[value])
+        key = (value, layout) if not whole or not of_tokens else (value, Layout(()))
+        split[key] = nbytes / (degree if whole and of_tokens else 1)
+    pieces = {value for value, layout in split if layout != Layout(())}
+    return {key: n for key, n in split.items() if key[1] != Layout(()) or key[0] not in pieces}
 
 
 def _inside_kernels(operators: Operators) -> frozenset[object]:

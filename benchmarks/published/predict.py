@@ -114,6 +114,7 @@ def running_of(row: Row, family: Family) -> Running:
     return Running(
         compiled=family.fused,
         sequence_parallel=whole,
+        gathered_again=family.gathered_again,
         tp_overlap=tp_overlap,
         cp_overlap=family.cp_overlap,
         dp_overlap=family.dp_overlap,

@@ -64,13 +64,15 @@ DATA_STREAMS = (DATA_AXIS, REPLICATE_AXIS)
 
 @dataclass(frozen=True)
 class Running:
-    """What a framework does: ``compiled`` kernels, Megatron's ``sequence_parallel``, and whether collectives over tp,
+    """What a framework does: ``compiled`` kernels, Megatron's ``sequence_parallel`` (and whether what it
+    gathers is ``gathered_again`` in the backward instead of kept), and whether collectives over tp,
     over cp, and those of data parallelism at the ends of a step are overlapped; whether what travels between pipeline
     stages is ("p2p": "overlapped", "waited for", or "in turn"); whether parameters have ``owners``; whether products
     add up gradients (``fused_accumulation``); and a ``fused_optimizer``."""
 
     compiled: bool
     sequence_parallel: bool
+    gathered_again: bool
     tp_overlap: bool
     cp_overlap: bool
     dp_overlap: bool
@@ -129,7 +131,8 @@ def price_configuration(
         timing = replace(timing, optimizer=tuple(seconds * fused / plain for seconds in timing.optimizer))
     simulated = simulate_step(timing, steps)
     keep = keepings(captured, assignment, zero)
-    memory = framework_peak(setting, assignment, keep, c.micro_batches, pipeline, running.compiled)
+    split = running.sequence_parallel and running.gathered_again and c.tp > 1
+    memory = framework_peak(setting, assignment, keep, c.micro_batches, pipeline, running.compiled, split)
     return Priced(simulated.seconds, simulated.breakdown, memory)
 
 
