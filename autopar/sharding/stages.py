@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 #: Module paths by stage.
 Stages = Sequence[Sequence[str]]
@@ -17,7 +17,10 @@ def _places(stages: tuple[tuple[str, ...], ...]) -> dict[str, int]:
 
 def stage_of(module: str, stages: Stages) -> int | None:
     """The stage of a module: that of the longest path in ``stages`` that it lies in; None if there is none."""
-    places = _places(tuple(map(tuple, stages)))
+    return _stage_of(module, _places(tuple(map(tuple, stages))))
+
+
+def _stage_of(module: str, places: Mapping[str, int]) -> int | None:
     while module not in places:
         if "." not in module:
             return None
@@ -27,5 +30,6 @@ def stage_of(module: str, stages: Stages) -> int | None:
 
 def homes(names: Iterable[str], stages: Stages) -> frozenset[int]:
     """The stages that hold a parameter, by all its ``names``: those of the modules that own it, else the first."""
-    found = (stage_of(name.rpartition(".")[0], stages) for name in names)
+    places = _places(tuple(map(tuple, stages)))
+    found = (_stage_of(name.rpartition(".")[0], places) for name in names)
     return frozenset(s for s in found if s is not None) or frozenset([0])

@@ -199,13 +199,14 @@ def of_ranks(
 ) -> tuple[dict[str, int], ...]:
     """The fullest moment of every rank of a pipeline, of the ``lives`` of its stages."""
     plan = script(pipeline.schedule, pipeline.pp, len(pipeline.stages), micro_batches)
+    held = {p.name: homes((p.name, *p.aliases), pipeline.stages) for p in setting.captured.parameters}
     found = []
     for rank, row in enumerate(plan.rows):
         stages = [s for s, other in enumerate(plan.ranks) if other == rank]
         own = tuple(
             p
             for p in setting.captured.parameters
-            if homes((p.name, *p.aliases), pipeline.stages).intersection(stages)
+            if held[p.name].intersection(stages)
         )
         part = replace(setting, captured=replace(setting.captured, parameters=own))
         memory = memory_of(part, assignment, Kept(), keeping, micro_batches)
