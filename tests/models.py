@@ -6,12 +6,23 @@ where the model takes a mask, so that a mean taken rank by rank, or a mask cut a
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from autopar import Cluster, Hints, Plan, VerifyReport, Workload
+from autopar.arguments import one_batch
+from autopar.capture.graph import Captured
+from autopar.runtime.reference import exact_float64
+from autopar.runtime.verify import compare
+from autopar.solver.search import search
+from autopar.specialize import capture_batch, specialize, specialize_step
 
 VOCABULARY, LARGE_VOCABULARY = 64, 16384
 BATCH, SEQUENCE = 8, 8
@@ -32,6 +43,42 @@ class Case:
         model = self.build().to(dtype)
         batch = {n: t.to(dtype) if t.is_floating_point() else t for n, t in self.batch().items()}
         return model, batch
+
+
+@functools.cache
+def captured_case(case: Case, dtype: torch.dtype = torch.float32) -> Captured:
+    """The graph of a case, traced once in a test process, which is most of what a plan of a small model takes; that of
+    float64 in float64 throughout."""
+    with exact_float64() if dtype == torch.float64 else contextlib.nullcontext():
+        model, batch = case.make(dtype)
+        return capture_batch(model, (), batch)
+
+
+def plan_captured(
+    model: nn.Module, batch: dict[str, Any], captured: Captured, cluster: str, hints: Hints, workload: Workload
+) -> Plan:
+    """What `autopar.plan` finds, of a graph that is there already."""
+    where = Cluster.parse(cluster)
+    workload, _, _ = one_batch(model, workload, batch, where.size)
+    return search(model, captured, where, workload, hints)
+
+
+def compared(
+    model: nn.Module, batch: dict[str, Any], plan: Plan, captured: Captured | None = None, steps: int = 1
+) -> VerifyReport:
+    """All ranks of ``plan`` against eager; `autopar.verify` would make it smaller."""
+    whole = plan.num_micro_batches == 1 and plan.schedule is None
+    special = (specialize if whole else specialize_step)(model, plan, (), batch, captured=captured)
+    return compare(model, special, (), batch, steps=steps, optimizer=plan.workload["optimizer"])
+
+
+def planned_and_compared(
+    model: nn.Module, batch: dict[str, Any], cluster: str, hints: Hints, steps: int = 1
+) -> tuple[Plan, VerifyReport]:
+    """`autopar.plan`, and what `autopar.verify` says of the same cluster and hints, by one trace and one search."""
+    captured = capture_batch(model, (), batch)
+    plan = plan_captured(model, batch, captured, cluster, hints, Workload())
+    return plan, compared(model, batch, plan, captured, steps)
 
 
 def seeded(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

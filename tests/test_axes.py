@@ -21,7 +21,7 @@ from autopar import Cluster, Hints, Plan
 from autopar.errors import HintError
 from autopar.runtime.reference import exact_float64
 from autopar.runtime.simulate import Traffic, run_ranks
-from autopar.runtime.verify import VerifyReport, compare
+from autopar.runtime.verify import VerifyReport
 from autopar.sharding.axes import data_degree, data_rank, degrees, joint_axes, make_mesh, zero_group_size
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.redistribute import redistribution
@@ -77,9 +77,8 @@ def verified(name: str, ranks: int, steps: int = 1, **given: Any) -> tuple[Plan,
     """The plan of a model of `MODELS` on a host of ``ranks`` GPUs, and how all of them compute, in float64."""
     build, batch = MODELS[name]
     with exact_float64():
-        model, cluster = build().double(), f"h100-sxm:1x{ranks}"
-        plan = autopar.plan(model, cluster, hints=Hints(**given), example_inputs=batch())
-        report = compare(model, specialize_step(model, plan, (), batch()), (), batch(), steps=steps, optimizer="adamw")
+        model = build().double()
+        plan, report = models.planned_and_compared(model, batch(), f"h100-sxm:1x{ranks}", Hints(**given), steps)
     for axis, degree in given.items():
         assert plan.degrees.get(axis, degree) == degree
     assert report.ok and report.bound == 1e-10, str(report)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from dist.small_models import HIDDEN, llama, tokens
+from models import planned_and_compared
 
 import autopar
 from autopar import Hints
@@ -48,8 +49,7 @@ def test_tensor_parallelism(name: str) -> None:
     hints, batch = Hints(shard=MEGATRON, zero=0, **given), tokens(BATCH, LENGTH)
     with exact_float64():
         model = llama(num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=4).double()
-        plan = autopar.plan(model, f"h100-sxm:1x{ranks}", hints=hints, example_inputs=batch)
-        report = autopar.verify(model, f"h100-sxm:1x{ranks}", hints=hints, example_inputs=batch)
+        plan, report = planned_and_compared(model, batch, f"h100-sxm:1x{ranks}", hints)
     assert report.ok, str(report)
     ran = report.traffic.bytes["all_reduce", "tp"]
     numbers = 4 * BATCH * LENGTH * ITEMSIZE
@@ -65,8 +65,7 @@ def test_gradients_of_split_weights() -> None:
     batch = tokens(BATCH, LENGTH)
     model = llama(num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=4)
     hints = Hints(tp=2, dp=2, zero=0, shard=MEGATRON)
-    report = autopar.verify(model, "h100-sxm:1x4", hints=hints, example_inputs=batch)
-    plan = autopar.plan(model, "h100-sxm:1x4", hints=hints, example_inputs=batch)
+    plan, report = planned_and_compared(model, batch, "h100-sxm:1x4", hints)
     assert report.ok, str(report)
     split = {n for n, p in plan.parameters.items() if "tp" in p.storage.split_axes}
     blocks = {f"model.layers.{i}.{name}.weight" for i in range(LAYERS) for name in (*_COLUMN, *_ROW)}

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from dist.small_models import HIDDEN, VOCABULARY, gpt2, llama, tokens
+from models import planned_and_compared
 from torch import nn
 
-import autopar
 from autopar import Hints
 from autopar.runtime.reference import exact_float64
 from autopar.schedule import SCHEDULES, runs
@@ -134,12 +134,11 @@ def test_a_plan_computes_what_eager_computes(number: int) -> None:
     ranks = c["pp"] * c["dp"] * c["tp"]
     with exact_float64():
         model = MODELS[c["model"]](layers(c)).double()
-        plan = autopar.plan(model, f"cpu:{ranks}", hints=hints(c), example_inputs=batch)
-        found = {"pp": plan.degrees["pp"], "tp": plan.degrees["tp"], "dp": plan.degrees["dp"],
-                 "schedule": plan.schedule, "recompute": plan.recompute,
-                 "micro_batches": plan.num_micro_batches}  # fmt: skip
-        assert found == {name: c[name] for name in found}
-        report = autopar.verify(model, f"cpu:{ranks}", hints=hints(c), example_inputs=batch, steps=2)
+        plan, report = planned_and_compared(model, batch, f"cpu:{ranks}", hints(c), steps=2)
+    found = {"pp": plan.degrees["pp"], "tp": plan.degrees["tp"], "dp": plan.degrees["dp"],
+             "schedule": plan.schedule, "recompute": plan.recompute,
+             "micro_batches": plan.num_micro_batches}  # fmt: skip
+    assert found == {name: c[name] for name in found}
     assert report.ok and report.bound <= 1e-10, str(report)
     assert report.flops_share <= 1.1 * largest_share(model, c), str(report)
     assert {n: g.shape for n, g in report.gradients.items()} == {n: p.shape for n, p in model.named_parameters()}

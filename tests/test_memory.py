@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, Case
+from models import CASES, Case, captured_case, plan_captured
 
 import autopar
+from autopar import Workload
 from autopar.capture import batch_tensors
 from autopar.runtime.program import Specialization
 from autopar.runtime.simulate import run_ranks
@@ -70,8 +71,8 @@ def _cases() -> list[Any]:
 def test_saved_activations_and_parameters_take_the_bytes_that_the_plan_says(case: Case, hints: autopar.Hints) -> None:
     """Exactly, for activations saved for the backward (each storage once) and for parameters at rest."""
     model, batch = case.make()
-    plan = autopar.plan(model, "cpu:4", hints=hints, example_inputs=batch)
-    special = specialize(model, plan, (), batch)
+    plan = plan_captured(model, batch, captured_case(case), "cpu:4", hints, Workload())
+    special = specialize(model, plan, (), batch, captured=captured_case(case))
     kept = {  # a number may lie beside others that came with it in one collective
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() if t.ndim else t.nbytes
         for t in _forward_values(model, special, batch)

@@ -8,19 +8,19 @@ from collections.abc import Callable
 import pytest
 import torch
 from dist.small_models import bert, gpt2, llama, tokens
-from models import Case
+from models import Case, plan_captured, planned_and_compared
 from plain_models import CASES as PLAIN
 from plain_models import MOBILENET, RESNET50
 from torch import Tensor, nn
 from zoo import ARCHITECTURES
 
 import autopar
-from autopar import Hints
+from autopar import Hints, Workload
 from autopar.errors import HintError, InputError, MicroBatchError
 from autopar.passes.phases import Phases
 from autopar.runtime.reference import exact_float64
 from autopar.runtime.verify import compare
-from autopar.specialize import specialize_step
+from autopar.specialize import capture_batch, specialize_step
 
 BOUND = 1e-10
 
@@ -66,10 +66,9 @@ def test_a_step_in_micro_batches_is_a_step_of_the_whole_batch(name: str, layout:
     ranks, hints, count = PLANS[layout]
     with exact_float64():
         model = MODELS[name]().double()
-        plan = autopar.plan(model, f"cpu:{ranks}", hints=hints, example_inputs=batch())
-        assert plan.num_micro_batches == count
-        assert plan.micro_batch_size * plan.num_micro_batches * plan.degrees["dp"] == 8
-        report = autopar.verify(model, f"cpu:{ranks}", hints=hints, example_inputs=batch(), steps=2)
+        plan, report = planned_and_compared(model, batch(), f"cpu:{ranks}", hints, steps=2)
+    assert plan.num_micro_batches == count
+    assert plan.micro_batch_size * plan.num_micro_batches * plan.degrees["dp"] == 8
     assert report.bound == BOUND and report.ok, str(report)
     assert report.gradients.keys() == {n for n, _ in model.named_parameters()}
 
@@ -77,8 +76,9 @@ def test_a_step_in_micro_batches_is_a_step_of_the_whole_batch(name: str, layout:
 def phases(hints: Hints, ranks: int, name: str = "llama") -> Phases:
     """The phases of a plan."""
     model = MODELS[name]()
-    plan = autopar.plan(model, f"cpu:{ranks}", hints=hints, example_inputs=batch())
-    return specialize_step(model, plan, (), batch()).phases
+    captured = capture_batch(model, (), batch())
+    plan = plan_captured(model, batch(), captured, f"cpu:{ranks}", hints, Workload())
+    return specialize_step(model, plan, (), batch(), captured=captured).phases
 
 
 def collectives(module: torch.fx.GraphModule) -> list[str]:
@@ -136,9 +136,8 @@ def test_every_model_runs_in_micro_batches(case: Case) -> None:
             with pytest.raises(MicroBatchError, match=MIXING[case.name]):
                 autopar.verify(model, "cpu:2", hints=hints, example_inputs=given)
             return
-        plan = autopar.plan(model, "cpu:2", hints=hints, example_inputs=given)
-        assert plan.num_micro_batches == 2
-        report = autopar.verify(model, "cpu:2", hints=hints, example_inputs=given)
+        plan, report = planned_and_compared(model, given, "cpu:2", hints)
+    assert plan.num_micro_batches == 2
     assert report.bound == BOUND and report.ok, str(report)
 
 

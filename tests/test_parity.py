@@ -27,7 +27,10 @@ from models import (
     WRITTEN_OUT,
     Batch,
     Case,
+    captured_case,
+    compared,
     mlp_batch,
+    plan_captured,
     seeded,
 )
 from torch import Tensor, fx, nn
@@ -47,7 +50,7 @@ BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 STEPS = 3
 
 LAYOUTS: dict[str, tuple[int, Hints]] = {
-    **{f"free-{n}": (n, Hints()) for n in (2, 4, 8)},
+    **{f"free-{n}": (n, Hints(pp=1)) for n in (2, 4, 8)},  # the cut of pipelines is in test_every_plan.py
     **{f"tp{n}": (n, Hints(tp=n)) for n in (2, 4, 8)},
     **{f"dp{n}": (n, Hints(dp=n)) for n in (2, 4, 8)},
     **{f"dp{d}-tp{t}": (d * t, Hints(dp=d, tp=t)) for d, t in ((2, 2), (2, 4), (4, 2))},
@@ -91,12 +94,13 @@ def is_key_bias(name: str) -> bool:
 
 
 def run(case: Case, dtype: torch.dtype, layout: str, optimizer: str, steps: int = STEPS) -> VerifyReport:
-    """`autopar.verify` of a case in a forced layout."""
+    """What `autopar.verify` says of a case in a forced layout, by one trace of the case for all layouts."""
     ranks, hints = LAYOUTS[layout]
+    captured = captured_case(case, dtype)
     with precision(dtype):
         model, batch = case.make(dtype)
-        workload = Workload(optimizer=optimizer)
-        return autopar.verify(model, cluster(ranks), workload=workload, hints=hints, example_inputs=batch, steps=steps)
+        plan = plan_captured(model, batch, captured, cluster(ranks), hints, Workload(optimizer=optimizer))
+        return compared(model, batch, plan, captured, steps)
 
 
 def is_default(case: Case, dtype: torch.dtype, optimizer: str, layout: str) -> bool:
@@ -138,8 +142,7 @@ def test_float64_graphs_hold_no_float32(case: Case) -> None:
     """Under `exact_float64` nothing of a float64 model is captured in a lower precision, so that 1e-10 means something;
     without it transformers' own casts are there, which is why it exists."""
     model, batch = case.make(torch.float64)
-    with exact_float64():
-        inside = read(capture_batch(model, (), batch))
+    inside = read(captured_case(case, torch.float64))
     assert {s.dtype for s in inside.specs.values() if s.dtype.is_floating_point} == {torch.float64}
     if case in (LLAMA, SMOLLM2, GPT2):
         outside = read(capture_batch(model, (), batch))
@@ -181,11 +184,11 @@ def test_bfloat16_by_another_measure(case: Case, layout: str) -> None:
     """The same for all gradients together, as one vector, measured here; of eight models, because a ReLU that flips its
     sign in one run and not in the other decides about a single one."""
     squares = {"sharded": 0.0, "eager": 0.0}
-    ranks, hints = LAYOUTS[layout]
-    plan = autopar.plan(case.make(torch.bfloat16)[0], cluster(ranks), hints=hints, example_inputs=case.batch())
+    (ranks, hints), captured = LAYOUTS[layout], captured_case(case, torch.bfloat16)
+    plan = plan_captured(*case.make(torch.bfloat16), captured, cluster(ranks), hints, Workload(optimizer="sgd"))
     for number in range(8):
         model, batch = other_weights(case, number).to(torch.bfloat16), case.batch()
-        found = compare(model, specialize(model, plan, (), batch), (), batch).gradients
+        found = compared(model, batch, plan, captured).gradients
         _, half = eager_gradients(model, batch)
         with exact_float64():
             _, truth = eager_gradients(model.double(), batch)
@@ -316,8 +319,7 @@ def is_matrix(case: Case, name: str, shape: tuple[int, ...]) -> bool:
 def make_plan(case: Case, layout: str) -> Plan:
     """The plan of a case in a forced layout."""
     ranks, hints = LAYOUTS[layout]
-    model, batch = case.make()
-    return autopar.plan(model, cluster(ranks), hints=hints, example_inputs=batch)
+    return plan_captured(*case.make(), captured_case(case), cluster(ranks), hints, Workload())
 
 
 def bytes_at_rest(plan: Plan, names: Iterable[str]) -> tuple[int, int]:
@@ -368,7 +370,7 @@ def test_both_axes_split_matrices_under_zero3(case: Case) -> None:
 def special(case: Case, layout: str) -> Specialization:
     """The program of a rank for a case in a forced layout."""
     model, batch = case.make()
-    return specialize(model, make_plan(case, layout), (), batch)
+    return specialize(model, make_plan(case, layout), (), batch, captured=captured_case(case))
 
 
 def from_parameters_alone(special: Specialization, graph: fx.Graph) -> set[str]:
@@ -455,10 +457,10 @@ def _read_by_backward(special: Specialization, name: str) -> bool:
 @pytest.mark.parametrize("case", [LLAMA, GPT2, BERT, PERCEPTRON, WRITTEN_OUT], ids=lambda case: case.name)
 def test_zero0_gathers_nothing_over_dp(case: Case) -> None:
     """With ZeRO 0 every parameter is whole on each rank of dp: over dp its program only reduces."""
-    ranks, _ = LAYOUTS["dp4"]
     model, batch = case.make()
-    plan = autopar.plan(model, cluster(ranks), hints=Hints(dp=4, zero=0), example_inputs=batch)
-    s = specialize(model, plan, (), batch)
+    captured, (ranks, _) = captured_case(case), LAYOUTS["dp4"]
+    plan = plan_captured(model, batch, captured, cluster(ranks), Hints(dp=4, zero=0), Workload())
+    s = specialize(model, plan, (), batch, captured=captured)
     assert s.program.backward is not None
     for graph in (s.program.forward.graph, s.program.backward.graph):
         assert not gathers(s, graph, "dp")

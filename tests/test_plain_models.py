@@ -9,7 +9,7 @@ from typing import Any
 import plain_models
 import pytest
 import torch
-from models import Case
+from models import Case, captured_case, compared, plan_captured
 from plain_models import CASES, RECOMMENDER, RESNET50
 from test_parity import BOUNDS, LAYOUTS, NAMES, cluster
 from torch import Tensor, nn
@@ -40,10 +40,10 @@ DEFAULT = {
 
 
 def run(case: Case, dtype: torch.dtype, ranks: int, hints: Hints) -> VerifyReport:
-    """`autopar.verify` of a case on so many ranks."""
-    model, batch = case.make(dtype)
-    workload = Workload(optimizer="sgd")
-    return autopar.verify(model, cluster(ranks), workload=workload, hints=hints, example_inputs=batch, steps=STEPS)
+    """What `autopar.verify` says of a case on so many ranks."""
+    (model, batch), captured = case.make(dtype), captured_case(case, dtype)
+    plan = plan_captured(model, batch, captured, cluster(ranks), hints, Workload(optimizer="sgd"))
+    return compared(model, batch, plan, captured, STEPS)
 
 
 def _parameters() -> list[Any]:

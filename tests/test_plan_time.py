@@ -23,6 +23,7 @@ from autopar.solver.search import search
 from autopar.solver.setting import Setting
 from autopar.solver.space import build_space
 from autopar.solver.spmd import account, read
+from autopar.solver.staged import Stages
 from autopar.solver.work import local_work
 from autopar.workload import Workload
 
@@ -30,7 +31,9 @@ TOKENS = models.tokens(seq_len=16)
 DEEP = {"gpt2": models.gpt2(0.2, layers=6), "llama": models.llama(num_hidden_layers=6)}
 
 
-@pytest.mark.parametrize("hints", [Hints(), Hints(dp=2, tp=2, zero=3)], ids=["free", "2x2"])
+@pytest.mark.parametrize("hints", [
+    pytest.param(Hints(), id="free", marks=pytest.mark.slow), pytest.param(Hints(dp=2, tp=2, zero=3), id="2x2"),
+])  # fmt: skip
 def test_plan_is_the_same_whether_blocks_are_copied_or_traced(hints: Hints) -> None:
     """Every field of the plan, for a model of which half is copied."""
     model = models.llama(num_hidden_layers=8)
@@ -79,7 +82,7 @@ def test_counted_by_kind_is_counted_one_by_one(model: nn.Module, monkeypatch: py
     assert solution is not None
     assignment = by_kind.assignment(solution.options)
     work = [local_work(op, operators, mesh, assignment.strategies[op.node]) for op in operators]
-    solved = account(Setting(captured, operators, cluster, "adamw"), assignment)
+    solved = account(Stages(Setting(captured, operators, cluster, "adamw"), assignment))
     assert solved.breakdown["compute"] == pytest.approx(prices.work_seconds(work).sum(), rel=1e-12)
 
 

@@ -9,16 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from models import BERT, CASES, FUSED, GPT2, LLAMA, PERCEPTRON, SMOLLM2, Case
+from models import (
+    BERT,
+    CASES,
+    FUSED,
+    GPT2,
+    LLAMA,
+    PERCEPTRON,
+    SMOLLM2,
+    Case,
+    captured_case,
+    compared,
+    plan_captured,
+)
 from torch import Tensor, fx
 
-import autopar
 from autopar import Hints, Workload
 from autopar.cost_model.communication import wire_bytes
 from autopar.passes.collectives import aten, emit_step
 from autopar.plan import Plan
 from autopar.runtime.simulate import Traffic, run_ranks
-from autopar.runtime.verify import VerifyReport, compare
+from autopar.runtime.verify import VerifyReport
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.redistribute import Step, redistribution, whole_elements
 from autopar.specialize import specialize
@@ -230,15 +241,13 @@ PLANS: dict[str, tuple[int, Hints]] = {
 def planned(case: Case, name: str, dtype: torch.dtype = torch.float32) -> Plan:
     """The plan of a case under forced hints."""
     ranks, hints = PLANS[name]
-    model, batch = case.make(dtype)
-    workload = Workload(optimizer="sgd")
-    return autopar.plan(model, f"cpu:1x{ranks}", workload=workload, hints=hints, example_inputs=batch)
+    captured, workload = captured_case(case, dtype), Workload(optimizer="sgd")
+    return plan_captured(*case.make(dtype), captured, f"cpu:1x{ranks}", hints, workload)
 
 
 def simulated(case: Case, plan: Plan, dtype: torch.dtype = torch.float32) -> VerifyReport:
-    """All ranks of ``plan`` (`autopar.verify` would shrink it)."""
-    model, batch = case.make(dtype)
-    return compare(model, specialize(model, plan, (), batch), (), batch)
+    """All ranks of ``plan``."""
+    return compared(*case.make(dtype), plan, captured_case(case, dtype))
 
 
 def priced_by_plan(plan: Plan) -> tuple[dict[Any, int], dict[Any, int]]:
@@ -291,7 +300,7 @@ def test_a_plan_is_carried_whole(case: Case, name: str) -> None:
     rests split over dp: outputs that lie split over dp do not count."""
     plan = planned(case, name)
     model, batch = case.make()
-    s = specialize(model, plan, (), batch)
+    s = specialize(model, plan, (), batch, captured=captured_case(case))
     assert {p.name: s.assignment.sources[p.placeholder] for p in s.captured.parameters} == {
         n: p.storage for n, p in plan.parameters.items()
     }

@@ -288,7 +288,9 @@ def assert_equal(found: Captured, whole: Captured) -> None:
         assert [[here[n] for n in nodes] for nodes in c.nodes] == [[there[n] for n in nodes] for nodes in d.nodes]
 
 
-@pytest.mark.parametrize("name", COPIED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("gemma", "bert"))) for n in COPIED]
+)
 def test_copies_are_what_a_whole_trace_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph with copies equals the whole trace node for node, and eager on real numbers."""
     make, batch, expected = COPIED[name]
