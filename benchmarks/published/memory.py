@@ -1,7 +1,5 @@
 """Bytes at the fullest moment of a step as frameworks hold them, which is otherwise than what autopar's graphs hold:
 
-* gradients of all micro-batches are added up in one buffer, parameter by parameter (torch's AccumulateGrad, Megatron's
-  main_grad), where a graph of autopar returns all gradients of a micro-batch before they are added;
 * fused kernels keep for the backward what enters a chain of pointwise operators, and what products keep of it, where
   an emitted graph keeps every value that its backward reads; with Megatron's sequence parallelism what was gathered
   over tp is gathered again in the backward (Korthikanti et al., arXiv:2205.05198, section 4.2.2);
@@ -10,29 +8,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from autopar.cost_model.bubble import script
-from autopar.schedule import Step
 from autopar.sharding.assignment import Assignment, result_layouts
 from autopar.sharding.axes import TENSOR_AXIS
 from autopar.sharding.layout import Layout
 from autopar.sharding.operators import Operators, Value
 from autopar.sharding.recompute import Kept, MadeAgain, kept, made_again
-from autopar.sharding.stages import homes
 from autopar.sharding.zero import Keeping
 from autopar.solver.memory import memory_of
 from autopar.solver.peaks import (
     ACTIVATIONS,
-    COPIES,
     GRADIENTS,
     Moment,
     StageLife,
     fullest,
+    of_ranks,
     optimizer_moment,
+    row_moments,
     stage_lives,
     step_life,
 )
@@ -54,55 +52,15 @@ def framework_peak(
     """Bytes a device by kind at the fullest moment of the fullest rank: the kinds of `peaks.peak_of`. Of ``fused``
     kernels what enters is kept; with ``sequence_parallel`` tp splits the tokens of what it does not split otherwise."""
     share = kept_share(setting.operators, assignment, setting.recompute, fused, sequence_parallel)
-    if pipeline is None:
-        lives, steps = [step_life(setting, assignment, keep, micro_batches)], script(None, 1, 1, micro_batches)
-    else:
-        lives = stage_lives(setting, assignment, keep, micro_batches, pipeline)
-        steps = script(pipeline.schedule, pipeline.pp, len(pipeline.stages), micro_batches)
-    lives = [_shared(life, share) for life in lives]
-    ranks = []
-    for row, stages in zip(steps.rows, steps.of_rank, strict=True):
-        part = setting if pipeline is None else _part(setting, pipeline, stages)
-        memory = memory_of(part, assignment, Kept(), keep, micro_batches)
-        moments = [optimizer_moment(part, assignment, memory[GRADIENTS]), *_moments(row, lives, stages)]
-        ranks.append(fullest(setting.cluster.device, memory, moments))
-    return max(ranks, key=lambda kinds: sum(kinds.values()))
-
-
-def _part(setting: Setting, pipeline: Pipeline, stages: Sequence[int]) -> Setting:
-    """The setting with the parameters of some stages."""
-    captured = setting.captured
-    own = tuple(p for p in captured.parameters if homes((p.name, *p.aliases), pipeline.stages).intersection(stages))
-    return replace(setting, captured=replace(captured, parameters=own))
-
-
-def _moments(row: Sequence[Step], lives: Sequence[StageLife], stages: Sequence[int]) -> Iterator[Moment]:
-    """The moments of one rank's row of actions, `peaks.row_moments` with one buffer for gradients."""
-    sums = sum(lives[s].sums for s in stages)
-    resting = {GRADIENTS: sums, COPIES: sum(lives[s].copies for s in stages)}
-    held: dict[tuple[int, int], int] = {}
-    seen = set[tuple[int, str, int]]()
-    for action in (action for step in row for action in step):
-        own, key = lives[action.stage], (action.stage, action.micro_batch)
-        held.pop(key, None)
-        total = sum(held.values())
-        if (action.stage, action.kind, total) not in seen:
-            seen.add((action.stage, action.kind, total))
-            moment = {"F": own.forward, "B": own.backward, "I": own.input, "W": own.weight}[action.kind]
-            yield _sum(_without_gradients(moment) if sums else moment, {**resting, ACTIVATIONS: total})
-        if left := {"F": own.saved, "I": own.between}.get(action.kind, 0):
-            held[key] = left
-    for s in stages:
-        yield _sum(lives[s].finish, resting)
-
-
-def _without_gradients(moment: Moment) -> Moment:
-    return {kind: n for kind, n in moment.items() if kind != GRADIENTS}
-
-
-def _sum(*moments: Moment) -> Moment:
-    kinds = dict.fromkeys(kind for moment in moments for kind in moment)
-    return {kind: sum(moment.get(kind, 0) for moment in moments) for kind in kinds}
+    if pipeline is not None:
+        lives = [_shared(life, share) for life in stage_lives(setting, assignment, keep, micro_batches, pipeline)]
+        ranks = of_ranks(setting, assignment, keep, micro_batches, pipeline, lives)
+        return max(ranks, key=lambda kinds: sum(kinds.values()))
+    lives = [_shared(step_life(setting, assignment, keep, micro_batches), share)]
+    memory = memory_of(setting, assignment, Kept(), keep, micro_batches)
+    (row,) = script(None, 1, 1, micro_batches).rows
+    moments = [optimizer_moment(setting, assignment, memory[GRADIENTS]), *row_moments(row, lives, [0])]
+    return fullest(setting.cluster.device, memory, moments)
 
 
 def _shared(life: StageLife, share: float) -> StageLife:
@@ -111,10 +69,9 @@ def _shared(life: StageLife, share: float) -> StageLife:
     def of(moment: Moment) -> Moment:
         return {kind: int(n * share) if kind == ACTIVATIONS else n for kind, n in moment.items()}
 
-    return replace(
-        life, forward=of(life.forward), backward=of(life.backward), input=of(life.input), weight=of(life.weight),
-        saved=int(life.saved * share), between=int(life.between * share),
-    )  # fmt: skip
+    moments = ("forward", "backward", "input", "weight", "adding", "adding_weight")
+    changes: dict[str, Any] = {name: of(getattr(life, name)) for name in moments}
+    return replace(life, **changes, saved=int(life.saved * share), between=int(life.between * share))
 
 
 def kept_share(
