@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autopar.cost_model.compute import Work
+from autopar.cost_model.compute import ALIGNMENT, Work
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.operators import Operator, Operators, Value
 from autopar.sharding.rule import Dims, Strategy, layouts, work_share
@@ -55,7 +55,10 @@ def local_work(
         return _attention(op, mesh, strategy, flops, moved, times)
     if op.is_heavy:
         batch, m, n, k = _product(op, operators, mesh, strategy, times, flops)
-        return Work(flops, moved, _computed_in(op, dtype), "matmul", batch, m, n, k, kernels=kernels, times=times)
+        aligned = _is_aligned(op, mesh, strategy)
+        return Work(
+            flops, moved, _computed_in(op, dtype), "matmul", batch, m, n, k, aligned, kernels=kernels, times=times
+        )
     return Work(flops, moved, dtype, kernels=kernels, times=times)
 
 
@@ -125,6 +128,30 @@ def _product(
             groups["batch" if f in first and f in second else "m" if f in first else "n"] *= size
     outer = math.prod(groups.values())
     return groups["batch"], groups["m"], groups["n"], flops / (2 * outer) if outer else 0.0
+
+
+def _is_aligned(op: Operator, mesh: Mesh, strategy: Strategy) -> bool:
+    """Whether the rows of a product's local matrices begin at multiples of `ALIGNMENT`. A row is as long as the side
+    (m, n or k) that a matrix's last dim belongs to: of a projection that gives heads, all heads; of a product a head,
+    one head's."""
+    places = _PRODUCTS.get(op.call.target)
+    if places is None or len(op.rule.operands) <= places[1]:
+        return True
+    first, second = (_factors(op.rule.operands[i]) for i in places)
+    result, pieces = _factors(op.rule.results[0]), _pieces(mesh, strategy)
+
+    def side(factor: str) -> tuple[bool, bool, bool]:
+        return factor in first, factor in second, factor in result
+
+    every = dict.fromkeys((*first, *second))
+    matrices = [*((op.rule.operands[i], op.call.operands[i]) for i in places), (op.rule.results[0], op.call.results[0])]
+    for dims, spec in matrices:
+        if dims and dims[-1]:
+            of_row = [f for f in every if side(f) == side(dims[-1][0])]
+            row = math.prod(op.rule.sizes[f] / pieces.get(f, 1) for f in of_row)
+            if row > 1 and row * spec.dtype.itemsize % ALIGNMENT:
+                return False
+    return True
 
 
 def _factors(dims: Dims) -> Sequence[str]:
