@@ -247,9 +247,9 @@ def test_what_a_source_leaves_open_is_tried(rows: dict[str, Row]) -> None:
 
 
 def test_frameworks_keep_less_for_the_backward() -> None:
-    """Four micro-batches of a small Llama on one device. A framework that keeps all that the backward reads has the peak
-    of an emitted graph; fused kernels keep less, more than nothing, and so less at the peak; dropout keeps a byte an
-    element that autopar does not."""
+    """Four micro-batches of a small Llama on one device. A framework that keeps all that the backward reads has the
+    peak of an emitted graph; fused kernels keep less, more than nothing, and so less at the peak; dropout keeps a byte
+    an element that autopar does not."""
     captured, operators, setting, assignment = _on_one_device(gated=True, dropout=0.0)
     keep = keepings(captured, assignment, setting.zero)
     held = kept(operators, assignment, made_again(operators, "none"))
