@@ -39,12 +39,6 @@ class PipelineTime:
         """Seconds that the busiest rank waits."""
         return self.makespan - max(self.busy)
 
-    @property
-    def span(self) -> float:
-        """The longest that a rank takes from its own first action to its own last: what a step takes where no rank
-        waits for another at the end of one (the post-validation of Qi et al., 2023; this runtime waits)."""
-        return max(ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True))
-
 
 @dataclass(frozen=True, eq=False)
 class Script:

@@ -11,6 +11,7 @@ slowest rank takes from its own beginning to its own end).
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -111,16 +112,9 @@ class _Step:
         self.work = [sum(task.seconds for task in tasks if task.stream == COMPUTE) for tasks in programs]
 
     @cached_property
-    def counts(self) -> list[dict[tuple[int, str], int]]:
+    def counts(self) -> list[Counter[tuple[int, str]]]:
         """How often every rank runs every (stage, kind)."""
-        found: list[dict[tuple[int, str], int]] = []
-        for row in self.steps.rows:
-            counts: dict[tuple[int, str], int] = {}
-            for step in row:
-                for action in step:
-                    counts[action.stage, action.kind] = counts.get((action.stage, action.kind), 0) + 1
-            found.append(counts)
-        return found
+        return [Counter((action.stage, action.kind) for step in row for action in step) for row in self.steps.rows]
 
     def took(self, stage: int, kind: str) -> float:
         """Seconds of one action."""

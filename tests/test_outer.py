@@ -20,7 +20,7 @@ from autopar.schedule import runs, stage_ranks
 from autopar.solver.candidates import Candidate, Degrees, Limits, all_degrees, candidates
 from autopar.solver.cuts import Units, best_cuts, even_cuts
 from autopar.solver.estimate import Estimate, Estimator, bubble, by_rank, in_flight, least_share
-from autopar.solver.outer import ORDINARY, Estimates, Frame, Solver, mesh_of, pins_of, task_of
+from autopar.solver.outer import ORDINARY, Estimates, Frame, Solver, task_of
 from autopar.solver.pipeline import Pipeline
 from autopar.solver.profile import Replica
 from autopar.solver.search import make_frame
@@ -126,7 +126,7 @@ def solved_and_estimated(frame: Frame, c: Candidate) -> tuple[Solved, Estimate, 
     with progress() as line:
         estimates = Estimates(frame, line)
         e = estimates.estimator.estimate(c, ("none",), float("inf"))
-        solved = task_of(frame, estimates, e).solve(mesh_of(c), pins_of(frame, c), float("inf"))
+        solved = task_of(frame, estimates, e).solve(float("inf"))
     assert solved is not None
     return solved, e, estimates.estimator
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from torch import fx
 
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
-from autopar.sharding.operators import Operator, Operators, Value
+from autopar.sharding.operators import Operator, Operators, Value, of_graph
 from autopar.sharding.redistribute import Step, redistribution
-from autopar.sharding.rule import Strategy, layouts
+from autopar.sharding.rule import Rule, Strategy, layouts
 
 
 class AliasKey(NamedTuple):
@@ -24,6 +24,10 @@ class AliasKey(NamedTuple):
     value: Value
     backward: bool
     block: str | None
+
+
+#: For every redistributed copy of a value the operator for which it is made first, and the layout it is made from.
+Moves = dict[tuple[Value, Layout], tuple[Operator, Layout]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,20 @@ class Assignment:
     known: list[tuple[Operators, dict[Value, Layout]]] = field(
         default_factory=list, init=False, compare=False, repr=False
     )
+    #: The same of `forward_moves`.
+    known_moves: list[tuple[Operators, Moves]] = field(default_factory=list, init=False, compare=False, repr=False)
+    #: What `layouts` has found already, by the identity of rule and strategy, which equal blocks share, and of which.
+    _layouts: dict[tuple[int, int], tuple[Rule, Strategy, tuple[tuple[Layout, ...], tuple[Layout, ...]]]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def layouts(self, op: Operator) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        """The layouts of the operands and of the results of an operator."""
+        rule, strategy = op.rule, self.strategies[op.node]
+        key = (id(rule), id(strategy))
+        if (found := self._layouts.get(key)) is None:
+            found = self._layouts[key] = (rule, strategy, layouts(rule, strategy, self.mesh))
+        return found[2]
 
 
 @dataclass(frozen=True)
@@ -96,11 +114,41 @@ def result_layouts(operators: Operators, assignment: Assignment) -> dict[Value, 
             return found
     found = {Value(node): layout for node, layout in assignment.sources.items()}
     for op in operators:
-        _, outs = layouts(op.rule, assignment.strategies[op.node], assignment.mesh)
+        _, outs = assignment.layouts(op)
         for i, layout in enumerate(outs):
             found[Value(op.node, i)] = layout
     assignment.known.append((operators, found))
     return found
+
+
+def forward_moves(operators: Operators, assignment: Assignment) -> Moves:
+    """The redistributed copies in the forward, what `Router` decides; not to be changed. A copy for both directions
+    counts as one in the forward."""
+    for known, moves in assignment.known_moves:
+        if known is operators:
+            return moves
+    produced = result_layouts(operators, assignment)
+    found: Moves = {}
+    for op, keys in _keys(operators):
+        wanted, _ = assignment.layouts(op)
+        for value, key, layout in zip(op.operands, keys, wanted, strict=True):
+            own, alias = produced[value], assignment.aliases.get(key)
+            if alias in (None, own) and layout == own:
+                continue
+            if direction(value, operators.specs[value], op.backward):
+                continue
+            if alias is not None and alias != own:
+                found.setdefault((value, alias), (op, own))
+            if layout != own:
+                found.setdefault((value, layout), (op, own if alias is None else alias))
+    assignment.known_moves.append((operators, found))
+    return found
+
+
+@of_graph
+def _keys(operators: Operators) -> list[tuple[Operator, tuple[AliasKey, ...]]]:
+    """Every operator with what its operands may share with others."""
+    return [(op, tuple(AliasKey(value, op.backward, op.block) for value in op.operands)) for op in operators]
 
 
 def transfers(operators: Operators, outputs: list[tuple[Value, bool]], assignment: Assignment) -> Iterator[Transfer]:
@@ -115,11 +163,11 @@ def routed(
     """`transfers` with the operator for which each is made first; None for the graph's outputs."""
     produced = result_layouts(operators, assignment)
     router = Router(assignment.mesh)
-    for op in operators:
-        wanted, _ = layouts(op.rule, assignment.strategies[op.node], assignment.mesh)
-        backward, block = op.backward, op.block
-        for value, layout in zip(op.operands, wanted, strict=True):
-            own, alias = produced[value], assignment.aliases.get(AliasKey(value, backward, block))
+    for op, keys in _keys(operators):
+        wanted, _ = assignment.layouts(op)
+        backward = op.backward
+        for value, key, layout in zip(op.operands, keys, wanted, strict=True):
+            own, alias = produced[value], assignment.aliases.get(key)
             if layout != own or (alias is not None and alias != own):
                 for transfer in router.route(value, operators.specs[value], backward, own, alias, layout):
                     yield op, transfer

@@ -32,12 +32,22 @@ class Mesh:
         if len(set(names)) != len(names) or any(size < 1 for _, size in self.axes):
             raise ValueError(f"a mesh needs distinct axes of positive size, got {self.axes}")
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Mesh], tuple[object]]:
+        return Mesh, (self.axes,)  # without the hash, which is another one in every process
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.axes)  # once: a key of large tables
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Axis names, outermost first."""
         return tuple(name for name, _ in self.axes)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Degrees, in the order of `names`."""
         return tuple(size for _, size in self.axes)

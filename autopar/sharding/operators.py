@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -20,6 +22,7 @@ from autopar.sharding.rules import replicated_rule, rule_for
 from autopar.sharding.rules.attention import ATTENTION, HEADS, POSITIONS
 
 aten = torch.ops.aten
+Found = TypeVar("Found")
 
 #: Operators whose result shares the storage of their first operand: no time, no memory of their own.
 VIEWS = frozenset(
@@ -125,6 +128,20 @@ class Operators:
         while (op := self.by_node.get(value.node)) is not None and op.is_view:
             value = op.operands[0]
         return value
+
+
+def of_graph(find: Callable[[Operators], Found]) -> Callable[[Operators], Found]:
+    """A function of nothing but operators, whose answers are kept as long as they: every mesh of a search asks. What
+    it returns is not to be changed."""
+    known: WeakKeyDictionary[Operators, Found] = WeakKeyDictionary()
+
+    @functools.wraps(find)
+    def found(operators: Operators) -> Found:
+        if operators not in known:
+            known[operators] = find(operators)
+        return known[operators]
+
+    return found
 
 
 def value_of(node: fx.Node) -> Value:

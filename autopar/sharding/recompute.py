@@ -18,11 +18,10 @@ from weakref import WeakKeyDictionary
 
 from torch import fx
 
-from autopar.sharding.assignment import AliasKey, Assignment, Transfer, direction, result_layouts
+from autopar.sharding.assignment import Assignment, Transfer, direction, forward_moves, result_layouts
 from autopar.sharding.layout import Layout
-from autopar.sharding.operators import Operator, Operators, Value
+from autopar.sharding.operators import Operator, Operators, Value, of_graph
 from autopar.sharding.redistribute import redistribution
-from autopar.sharding.rule import layouts
 
 #: Operators that do floating point work and are made again under ``selective`` all the same: their results are kept in
 #: far more bytes than their seconds are worth (Korthikanti et al., arXiv:2205.05198).
@@ -129,6 +128,7 @@ def needed(operators: Operators, again: MadeAgain, in_place: Collection[fx.Node]
     return found
 
 
+@of_graph
 def read_by_backward(operators: Operators) -> list[Value]:
     """The results of forward operators that the backward reads."""
     by_node = operators.by_node
@@ -137,24 +137,6 @@ def read_by_backward(operators: Operators) -> list[Value]:
         for value, users in operators.consumers.items()
         if value.node in by_node and not by_node[value.node].backward and any(by_node[n].backward for n, _ in users)
     ]
-
-
-def _forward_moves(operators: Operators, assignment: Assignment) -> dict[tuple[Value, Layout], tuple[Operator, Layout]]:
-    """For every redistributed copy in the forward the operator for which it is made first, and the layout it is made
-    from: what `Router` decides. A copy for both directions counts as one in the forward."""
-    produced = result_layouts(operators, assignment)
-    found: dict[tuple[Value, Layout], tuple[Operator, Layout]] = {}
-    for op in operators:
-        wanted, _ = layouts(op.rule, assignment.strategies[op.node], assignment.mesh)
-        for value, layout in zip(op.operands, wanted, strict=True):
-            if direction(value, operators.specs[value], op.backward):
-                continue
-            alias = assignment.aliases.get(AliasKey(value, op.backward, op.block))
-            if alias is not None and alias != produced[value]:
-                found.setdefault((value, alias), (op, produced[value]))
-            if layout != produced[value]:
-                found.setdefault((value, layout), (op, produced[value] if alias is None else alias))
-    return found
 
 
 def _read(operators: Operators, assignment: Assignment) -> list[tuple[Value, Layout]]:
@@ -167,7 +149,7 @@ def _read(operators: Operators, assignment: Assignment) -> list[tuple[Value, Lay
             continue
         for node, place in operators.consumers[value]:
             if operators.by_node[node].backward:
-                wanted, _ = layouts(operators.by_node[node].rule, assignment.strategies[node], assignment.mesh)
+                wanted, _ = assignment.layouts(operators.by_node[node])
                 found[value, wanted[place]] = None
     return list(found)
 
@@ -179,7 +161,7 @@ def kept(operators: Operators, assignment: Assignment, again: MadeAgain) -> Kept
     redistributed copy, the copy is kept, or made again if it is one of a placeholder or ``again`` says so.
     """
     found, produced = Kept(), result_layouts(operators, assignment)
-    moves = _forward_moves(operators, assignment)
+    moves = forward_moves(operators, assignment)
     stack = list(reversed(_read(operators, assignment)))
     seen: set[tuple[Value, Layout]] = set()
     while stack:
@@ -194,7 +176,8 @@ def kept(operators: Operators, assignment: Assignment, again: MadeAgain) -> Kept
                 found.saved[value, layout] = None
                 continue
             spec = operators.specs[value]
-            steps = redistribution(source, layout, assignment.mesh, spec.shape, spec.dtype.itemsize)
+            shape, itemsize = spec.shape, spec.dtype.itemsize
+            steps = redistribution(source, layout, assignment.mesh, shape, itemsize)
             assert steps is not None
             found.transfers[value, layout] = Transfer(value, spec, False, source, layout, steps)
             stack.append((value, source))
@@ -202,6 +185,6 @@ def kept(operators: Operators, assignment: Assignment, again: MadeAgain) -> Kept
             found.saved[value, layout] = None
         elif op is not None:
             found.operators[op.node] = None
-            wanted, _ = layouts(op.rule, assignment.strategies[op.node], assignment.mesh)
+            wanted, _ = assignment.layouts(op)
             stack.extend(reversed(list(zip(op.operands, wanted, strict=True))))
     return found

@@ -50,7 +50,7 @@ class StageWork:
     again: Sequence[Operator]
     once: Mapping[fx.Node, float]
     early: frozenset[fx.Node]
-    of_weights: frozenset[fx.Node]
+    of_weights: Collection[fx.Node]
     issues: Sequence[Issue]
     accumulated: float = 0.0
 

@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sympy import divisors
+
 from autopar.cluster import Cluster
 from autopar.hints import Hints
 from autopar.schedule import ALL_SCHEDULES, SCHEDULES, runs
@@ -65,12 +67,6 @@ class Limits:
     stages: int | None = None
 
 
-def divisors(n: int) -> list[int]:
-    """The divisors of ``n``, ascending."""
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
-
-
 def all_degrees(cluster: Cluster, hints: Hints, limits: Limits) -> Iterator[Degrees]:
     """Every way to lay out all ranks: pp x dp x cp x tp, tp innermost. A pipeline has no more ranks than the model has
     units, dp divides the batch and cp the sequence, unless hinted."""
@@ -109,7 +105,7 @@ def _micro_batches(degrees: Degrees, hints: Hints, limits: Limits) -> list[int]:
     samples, rest = divmod(limits.batch, degrees.dp)
     if hints.micro_batch_size is not None:
         count, rest = divmod(limits.batch, degrees.dp * hints.micro_batch_size)
-        return [] if rest else [count]
+        return [count] if not rest and (count == 1 or limits.parts) else []
     if rest or not limits.parts:
         return [1]
     return sorted({1, *(samples // n for n in MICRO_BATCH_SIZES if samples % n == 0)})

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import sympy
@@ -13,7 +14,7 @@ import torch
 from torch import fx
 
 from autopar.capture.graph import Captured
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, Group
 from autopar.cost_model.communication import collective_seconds
 from autopar.cost_model.compute import Work, work_seconds
 from autopar.cost_model.memory import SYMBOLS as STATE_SYMBOLS
@@ -80,12 +81,33 @@ def bucket_shares(space: Space, captured: Captured) -> dict[int, Share]:
     return found
 
 
+@dataclass
+class _Known:
+    """Prices on one mesh that have been asked for."""
+
+    groups: dict[str, Group] = field(default_factory=dict)
+    collectives: dict[tuple[str, str, float], float] = field(default_factory=dict)
+    redistributions: dict[tuple[TensorSpec, Share | None], dict[tuple[Layout, Layout], float]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _known(cluster: Cluster, mesh: Mesh) -> _Known:
+    """What is known of a mesh: candidates of a search that differ in other things share it."""
+    return _Known()
+
+
 @dataclass(frozen=True)
 class Prices:
     """The price of work and of redistributions on one mesh of one cluster."""
 
     cluster: Cluster
     mesh: Mesh
+
+    @functools.cached_property
+    def _known(self) -> _Known:
+        return _known(self.cluster, self.mesh)
 
     def step_seconds(self, step: Step, spec: TensorSpec, share: Share | None = None) -> float:
         """Seconds of one elementary move of a redistribution; local ones are free. With ``share``, its part of the
@@ -96,19 +118,26 @@ class Prices:
         times = share.times(step.kind) if share is not None and is_of_tokens(step.axis) else 1.0
         return self.collective_seconds(step.kind, step.axis, nbytes * times) / times
 
-    @functools.cache  # noqa: B019  frozen, and as short-lived as the solve
     def collective_seconds(self, kind: str, axis: str, nbytes: float) -> float:
         """Seconds of one collective over an axis on a whole tensor of ``nbytes``."""
-        group = self.cluster.group(self.mesh.stride(axis), self.mesh.degree(axis))
-        return float(collective_seconds(kind, nbytes, group, self.cluster.device))
+        known = self._known
+        if (found := known.collectives.get((kind, axis, nbytes))) is None:
+            if axis not in known.groups:
+                known.groups[axis] = self.cluster.group(self.mesh.stride(axis), self.mesh.degree(axis))
+            found = float(collective_seconds(kind, nbytes, known.groups[axis], self.cluster.device))
+            known.collectives[kind, axis, nbytes] = found
+        return found
 
-    @functools.cache  # noqa: B019
     def redistribution_seconds(
         self, source: Layout, target: Layout, spec: TensorSpec, share: Share | None = None
     ) -> float:
         """Seconds of a redistribution, inf where there is no way."""
-        steps = redistribution(source, target, self.mesh, spec.shape, spec.dtype.itemsize)
-        return float("inf") if steps is None else sum(self.step_seconds(step, spec, share) for step in steps)
+        known = self._known.redistributions[spec, share]
+        if (found := known.get((source, target))) is None:
+            steps = redistribution(source, target, self.mesh, spec.shape, spec.dtype.itemsize)
+            found = math.inf if steps is None else sum(self.step_seconds(step, spec, share) for step in steps)
+            known[source, target] = found
+        return found
 
     def flow_matrix(self, flow: Flow, share: Share | None = None) -> Edge:
         """The edge of a flow, by distinct layouts on both sides."""

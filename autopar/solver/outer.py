@@ -20,11 +20,11 @@ from autopar.hints import Hints
 from autopar.report.progress import Progress
 from autopar.sharding.axes import STATE_AXES, make_mesh
 from autopar.sharding.layout import Mesh
-from autopar.sharding.recompute import forward_blocks, kept, made_again
+from autopar.sharding.recompute import forward_blocks
 from autopar.solver.candidates import MICRO_BATCH_SIZES, Candidate, Degrees, Limits, all_degrees, candidates
 from autopar.solver.carry import hint_pins
 from autopar.solver.costs import state_bytes
-from autopar.solver.estimate import Estimate, Estimator
+from autopar.solver.estimate import Estimate, Estimator, shards
 from autopar.solver.peaks import peaks_of
 from autopar.solver.pipeline import Pipeline, hinted
 from autopar.solver.profile import Replica
@@ -190,8 +190,7 @@ class Estimates:
     def _can_fit(self, c: Candidate) -> bool:
         """Whether the state of the parameters alone leaves a chance: the fullest rank has at least the average."""
         d = c.degrees
-        shard = (c.group or d.dp) * d.cp if c.zero != 0 else 1
-        return self.frame.state / (d.pp * d.tp * shard) <= self.frame.budget
+        return self.frame.state / (d.pp * d.tp * shards(c)) <= self.frame.budget
 
     def _least(self, cp: int, tp: int) -> float:
         """Seconds that no candidate of a replica beats, known from those that have been solved: an operator that is
@@ -281,7 +280,7 @@ class Solver:
         what was missing."""
         limit, tries = self.frame.budget, 0
         for e in group:
-            if e.memory > limit or tries == TRIES or self._late():
+            if e.memory > limit or tries == TRIES or self._late() or not self._worth(e):
                 continue
             tries += 1
             short = self.solve(e)
@@ -300,7 +299,7 @@ class Solver:
         self.line.say(f"solving {axes or 'one rank'}, zero={c.zero}, {c.micro_batches} micro-batches")
         task = task_of(frame, self.estimates, e)
         limit, short = frame.budget, 0.0
-        while (solved := task.solve(mesh_of(c), pins_of(frame, c), limit)) is not None:
+        while (solved := task.solve(limit)) is not None:
             found = Found(e, task.pipeline, task.setting, solved, peaks(task, solved, c.micro_batches))
             self.errors[_kind(e)] = solved.step_time / e.seconds
             if found.needed <= frame.budget:
@@ -308,7 +307,7 @@ class Solver:
                 return 0.0
             short = found.needed - frame.budget
             limit = min(limit, solved.peak_memory) - short
-        return short or max(task.least_memory(mesh_of(c), pins_of(frame, c))[0] - frame.budget, 1.0)
+        return short or max(task.least_memory()[0] - frame.budget, 1.0)
 
 
 def _kind(e: Estimate) -> tuple[str | None, bool, bool]:
@@ -320,15 +319,14 @@ def task_of(frame: Frame, estimates: Estimates, e: Estimate) -> Task:
     """What a candidate is solved for."""
     zero = replace(frame.setting.zero, stage=e.candidate.zero)
     setting = replace(frame.setting, recompute=e.recompute, zero=zero)
-    return Task(setting, _pipeline(frame, estimates, e))
+    return Task(setting, mesh_of(e.candidate), pins_of(frame, e.candidate), _pipeline(frame, estimates, e))
 
 
 def peaks(task: Task, solved: Solved, micro_batches: int) -> tuple[dict[str, int], ...]:
     """Bytes by kind at the fullest moment of every rank of the pipeline, of one rank without."""
     setting, assignment = task.setting, solved.assignment
-    held = kept(setting.operators, assignment, made_again(setting.operators, setting.recompute))
     keep = keepings(setting.captured, assignment, setting.zero)
-    return peaks_of(setting, assignment, held, keep, micro_batches, task.pipeline)
+    return peaks_of(setting, assignment, solved.held, keep, micro_batches, task.pipeline)
 
 
 def _pipeline(frame: Frame, estimates: Estimates, e: Estimate) -> Pipeline | None:
@@ -356,7 +354,7 @@ def least_memory(estimates: Estimates) -> Found | None:
     found: list[Found] = []
     for e in itertools.islice(smallest.values(), SMALLEST_SOLVED):
         task, c = task_of(estimates.frame, estimates, e), e.candidate
-        _, solved = task.least_memory(mesh_of(c), pins_of(estimates.frame, c))
+        _, solved = task.least_memory()
         if solved is not None:
             found.append(Found(e, task.pipeline, task.setting, solved, peaks(task, solved, c.micro_batches)))
     return min(found, key=lambda f: f.needed, default=None)

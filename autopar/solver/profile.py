@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.sharding.assignment import Transfer, result_layouts, transfers
+from autopar.sharding.assignment import Transfer, transfers
 from autopar.sharding.axes import make_mesh
 from autopar.sharding.buckets import Pieces
 from autopar.sharding.operators import Operator
@@ -22,12 +22,12 @@ from autopar.sharding.recompute import Kept, blocks_made_again, forward_blocks, 
 from autopar.sharding.redistribute import LOCAL, whole_elements
 from autopar.solver.costs import Prices, state_bytes
 from autopar.solver.fusion import fusion_of
-from autopar.solver.pipeline import Pipeline, units
+from autopar.solver.pipeline import units
 from autopar.solver.program import Floats, solve
 from autopar.solver.setting import Setting
 from autopar.solver.space import Pins, output_values
 from autopar.solver.spmd import make_program
-from autopar.solver.staged import crossing, located, of_one_gradient, saved_bytes
+from autopar.solver.staged import different, located, of_one_gradient, saved_bytes, sent_on
 from autopar.solver.work import local_work
 
 #: What a tenth of the memory is worth to a lean replica, as a fraction of the time.
@@ -61,8 +61,8 @@ class State:
 class Profile:
     """Costs by unit of one micro-batch on one rank, collectives over cp and tp included: seconds ``forward``, of the
     backward of ``inputs`` and of ``weights``, and by way to recompute those ``again``; bytes ``saved`` from a forward
-    to its backward by way to recompute, those ``constant`` that all micro-batches share, and ``sent`` to the next unit.
-    """
+    to its backward by way to recompute, those ``constant`` that all micro-batches share, and ``sent`` by all units but
+    the last to the next one."""
 
     forward: Floats
     inputs: Floats
@@ -98,7 +98,6 @@ class _Sorted:
 class _Calls(_Sorted):
     """Operators; of those that differ in their call or strategy the ``first``."""
 
-    unique: dict[tuple[int, int], int] = field(default_factory=dict)
     first: list[Operator] = field(default_factory=list)
 
 
@@ -122,7 +121,7 @@ class Replica:
         blocks = set(forward_blocks(self.operators))
         #: Places in the row of the repeated blocks.
         self.blocks = np.array([i for i, unit in enumerate(self.row) if unit in blocks], dtype=np.int64)
-        self.at = located(self.captured, self.operators, Pipeline(1, "gpipe", tuple((unit,) for unit in self.row)))
+        self.at = located(self.captured, self.operators, tuple((unit,) for unit in self.row))
         space, program = make_program(setting, self.mesh, replace(pins, zero=0, micro_batches=batch // samples))
         self.space, self.program, self.solution = space, program, solve(program)
         self.possible = self.solution is not None
@@ -141,8 +140,9 @@ class Replica:
         if solution is None or (solution.options == self.solution.options).all():
             return self
         found = copy.copy(self)
-        for name in ("state", "_held", "_saved", "_issued", "_calls", "_sent"):
-            found.__dict__.pop(name, None)
+        for name, kind in vars(Replica).items():
+            if isinstance(kind, functools.cached_property):
+                found.__dict__.pop(name, None)
         found.solution, found.assignment = solution, self.space.assignment(solution.options)
         return found
 
@@ -220,16 +220,10 @@ class Replica:
         found = {"": self._called([(op, kind(op)) for op in self.operators])}
         return found | {mode: self._called([(op, 0) for op in ops]) for mode, ops in repeated.items()}
 
-    def _called(self, every: Iterable[tuple[Operator, int]]) -> _Calls:
-        found = _Calls()
-        for op, kind in every:
-            key = (id(op.call), id(self.assignment.strategies[op.node]))
-            found.place.append(found.unique.setdefault(key, len(found.unique)))
-            if len(found.first) < len(found.unique):
-                found.first.append(op)
-            found.unit.append(self.at[op.node])
-            found.kind.append(kind)
-        return found
+    def _called(self, every: Sequence[tuple[Operator, int]]) -> _Calls:
+        calls, kinds = [op for op, _ in every], [kind for _, kind in every]
+        first, places = different(calls, self.assignment)
+        return _Calls(places, [self.at[op.node] for op in calls], kinds, first)
 
     def _worked(self, calls: _Calls, micro_batches: int, mode: str) -> list[Floats]:
         """Seconds by unit of calls on a micro-batch, by kind; what runs once a step counts for one of them."""
@@ -263,8 +257,6 @@ class Replica:
 
     @functools.cached_property
     def _sent(self) -> Floats:
-        """Bytes of the whole batch that every unit sends to the next one if a stage ends with it."""
-        found, produced = np.zeros(len(self.row)), result_layouts(self.operators, self.assignment)
-        for value, (first, last) in crossing(self.captured, self.operators, self.at).items():
-            found[first:last] += produced[value].local_bytes(self.mesh, self.operators.specs[value])
-        return found
+        """Bytes of the whole batch that every unit but the last sends to the next one if a stage ends with it."""
+        found = sent_on(self.captured, self.operators, self.assignment, self.at, len(self.row))
+        return np.array([nbytes for nbytes, _ in found], dtype=np.float64)

@@ -23,11 +23,11 @@ from autopar.sharding.axes import data_degree, state_axes, zero_group_size
 from autopar.sharding.layout import Layout
 from autopar.sharding.recompute import forward_blocks
 from autopar.sharding.zero import Zero
-from autopar.solver.candidates import Candidate, Limits, all_degrees
+from autopar.solver.candidates import CHUNKS, Candidate, Limits, all_degrees
 from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.estimate import Estimate
 from autopar.solver.microbatches import loss_place
-from autopar.solver.outer import Estimates, Found, Frame, Solver, least_memory
+from autopar.solver.outer import CONTEXT_TOKENS, Estimates, Found, Frame, Solver, least_memory
 from autopar.solver.parts import runs_in_parts
 from autopar.solver.pipeline import hinted, units
 from autopar.solver.setting import Setting
@@ -36,9 +36,10 @@ from autopar.workload import Workload
 
 #: What `Plan.gap` is a bound over.
 GAP_SPACE = (
-    "all meshes pp x dp x cp x tp (tp within the fast links of a host, cp with 4096 tokens a rank or more, unless "
-    "hinted or nothing else fits), kinds of ZeRO, micro-batches and schedules; batch over dp, sequence over cp; matrix "
-    "products and attention split on every axis, weights over tp; others follow an operand; equal blocks alike"
+    f"all meshes pp x dp x cp x tp (tp within the fast links of a host, cp with {CONTEXT_TOKENS} tokens a rank or "
+    "more, unless hinted or nothing else fits), kinds of ZeRO, micro-batches and schedules; batch over dp, sequence "
+    "over cp; matrix products and attention split on every axis, weights over tp; others follow an operand; equal "
+    "blocks alike"
 )
 
 #: Of what did not fit, how much the plan says.
@@ -233,7 +234,7 @@ def _cannot_be_kept(frame: Frame) -> HintError:
             change="choose a micro_batch_size that divides global_batch / dp, or another batch",
         )
     if hints.schedule is not None and hints.pp is not None and size is not None and ranks:
-        stages = frame.limits.stages or hints.pp * (ALL_SCHEDULES[hints.schedule] or 2)
+        stages = frame.limits.stages or hints.pp * (ALL_SCHEDULES[hints.schedule] or min(CHUNKS))
         check_schedule(hints.schedule, hints.pp, stages, batch // (ranks[0] * size))
     return HintError(
         "the hints cannot be kept together",

@@ -141,6 +141,7 @@ class SpaceBuilder:
         self.reduced_in = set(_reduction_casts(captured, operators))
 
     def build(self) -> Space:
+        """The space: decisions of what enters and leaves, of operators in graph order, and the flows between them."""
         self._sources()
         for op in self.operators:
             if op.node not in self.canon:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autopar.capture.blocks import first_of
@@ -12,20 +13,20 @@ from autopar.plan import Collective
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operators, read_operators
+from autopar.sharding.recompute import Kept
 from autopar.sharding.rule import work_share
 from autopar.solver.costs import Prices, price
-from autopar.solver.pipeline import Pipeline
 from autopar.solver.program import Program
 from autopar.solver.setting import Setting, is_sharded
 from autopar.solver.space import Pins, Space, build_space
-from autopar.solver.staged import price_step
+from autopar.solver.staged import Stages
 
 
 @dataclass(frozen=True)
 class Solved:
     """An assignment with its account: seconds by part, bytes by kind, collectives of a step, the largest
-    share of the FLOPs that a rank does, ``zero``: 3 if some parameter rests sharded by ZeRO, else 0, and the ``timing``
-    that seconds are simulated from."""
+    share of the FLOPs that a rank does, the kind of ``zero`` (0 where no parameter rests sharded), the ``timing`` that
+    seconds are simulated from, and what the backward takes over (``held``)."""
 
     mesh: Mesh
     assignment: Assignment
@@ -35,6 +36,7 @@ class Solved:
     flops_share: float
     zero: int
     timing: Timing
+    held: Kept
 
     @property
     def step_time(self) -> float:
@@ -61,30 +63,24 @@ def read(captured: Captured, dim: int = 0) -> Operators:
 
 @collecting_later()
 def make_program(
-    setting: Setting, mesh: Mesh, pins: Pins, budget: float = float("inf"), in_flight: float = 1.0
+    setting: Setting, mesh: Mesh, pins: Pins, in_flight: float = 1.0
 ) -> tuple[Space, Program]:
-    """The space of one mesh and its integer program, for at most ``budget`` bytes a device with the activations of so
-    many micro-batches ``in_flight``."""
+    """The space of one mesh and its integer program, with the activations of so many micro-batches ``in_flight``."""
     captured, operators = setting.captured, setting.operators
     space, prices = build_space(captured, operators, mesh, pins), Prices(setting.cluster, mesh)
     program = price(
-        space, captured, operators, prices, setting.optimizer, budget, setting.recompute, pins.micro_batches,
+        space, captured, operators, prices, setting.optimizer, math.inf, setting.recompute, pins.micro_batches,
         setting.compiled, in_flight,
     )  # fmt: skip
     return space, program
 
 
 @collecting_later()
-def account(
-    setting: Setting,
-    assignment: Assignment,
-    micro_batches: int = 1,
-    pipeline: Pipeline | None = None,
-) -> Solved:
-    """Price an assignment by what the passes emit for a step of so many ``micro_batches``, in a ``pipeline`` of such
-    meshes if there is one."""
+def account(stages: Stages) -> Solved:
+    """Price an assignment by what the passes emit for a step of its ``stages``."""
+    setting, assignment = stages.setting, stages.assignment
     operators, mesh = setting.operators, assignment.mesh
-    priced = price_step(setting, assignment, micro_batches, pipeline)
+    priced = stages.priced()
     flops = sum(op.flops for op in operators)
     local = sum(op.flops * work_share(op.rule, assignment.strategies[op.node], mesh) for op in operators)
     breakdown = priced.simulated.breakdown
@@ -97,4 +93,5 @@ def account(
         (local / flops if flops else 1.0) * priced.share,
         (setting.zero.stage or 3) if any(is_sharded(p, assignment) for p in setting.captured.parameters) else 0,
         priced.timing,
+        stages.held,
     )

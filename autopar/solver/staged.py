@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import fx
@@ -21,15 +22,16 @@ from autopar.plan import Collective
 from autopar.schedule import SPLIT_BACKWARD
 from autopar.sharding.assignment import Assignment, Transfer, result_layouts
 from autopar.sharding.layout import Mesh
-from autopar.sharding.operators import Operator, Operators, Value
+from autopar.sharding.operators import Operator, Operators, Value, of_graph
 from autopar.sharding.recompute import Kept, kept, made_again
 from autopar.sharding.stages import homes, stage_of
-from autopar.solver.actions import StageWork, accumulated_bytes, again_of, optimizer_time, programs
-from autopar.solver.collectives import issued, totals
+from autopar.solver.actions import StageWork, accumulated_bytes, again_of, label, optimizer_time, programs
+from autopar.solver.collectives import Issue, issued, totals
 from autopar.solver.costs import Prices
 from autopar.solver.fusion import Fusion, fusion_of
 from autopar.solver.memory import memory_of
 from autopar.solver.pipeline import Pipeline
+from autopar.solver.pipeline import Stages as Modules
 from autopar.solver.program import Floats
 from autopar.solver.setting import Setting, keepings
 from autopar.solver.work import local_work
@@ -47,29 +49,10 @@ class Priced:
     share: float
 
 
-def price_step(
-    setting: Setting, assignment: Assignment, micro_batches: int = 1, pipeline: Pipeline | None = None
-) -> Priced:
-    """Price a step of ``micro_batches`` on the mesh of the assignment, or with a ``pipeline`` on its ranks, each of
-    whose stages has such a mesh."""
-    stages = Stages(setting, assignment, micro_batches, pipeline)
-    timing = stages.timing()
-    simulated = simulate_step(timing, stages.script)
-    flops = [sum(op.flops for s in own for op in stages.operators_of[s]) for own in stages.of_rank]
-    whole = sum(flops)
-    return Priced(
-        timing,
-        simulated,
-        stages.collectives(simulated.rank),
-        max(map(stages.memory, range(stages.pp)), key=lambda kinds: sum(kinds.values())),
-        max(flops) / whole if whole else 1.0,
-    )
-
-
 class Stages:
     """The stages of one assignment, each priced by itself: `work` and `programs` of a stage are what its actions do.
 
-    Everything is read off the graph in one pass; equal blocks are priced once.
+    Everything is read off the graph in one pass, when it is asked for; equal blocks are priced once.
     """
 
     def __init__(
@@ -82,16 +65,15 @@ class Stages:
         self.schedule: str | None = pipeline.schedule if pipeline else None
         self.count = len(pipeline.stages) if pipeline else 1
         self.prices = Prices(setting.cluster, assignment.mesh)
-        again = made_again(operators, setting.recompute)
-        self.held, self.keep = kept(operators, assignment, again), keepings(captured, assignment, setting.zero)
-        self.at = located(captured, operators, pipeline) if pipeline else {}
+        self.held = kept(operators, assignment, made_again(operators, setting.recompute))
+        self.keep = keepings(captured, assignment, setting.zero)
+        self.at = located(captured, operators, pipeline.stages) if pipeline else {}
         self.trained = any(op.backward for op in operators)
         self.split = self.schedule in SPLIT_BACKWARD
         self.script = script(self.schedule, self.pp, self.count, micro_batches, self.trained)
         self.of_rank = self.script.of_rank
-        fusion = fusion_of(operators, again) if setting.compiled else None
-        self.once, self.early = self._seconds(fusion)
         self.homes = {p.name: self._homes(p) for p in captured.parameters}
+        self._written: dict[tuple[object, ...], dict[str, Program]] = {}
 
     def _homes(self, p: Parameter) -> frozenset[int]:
         """The stages that hold a parameter."""
@@ -101,22 +83,30 @@ class Stages:
         """The stage of an operator or a parameter."""
         return self.at.get(node, 0)
 
+    def priced(self) -> Priced:
+        """The whole step."""
+        timing = self.timing()
+        simulated = simulate_step(timing, self.script)
+        flops = [sum(op.flops for s in own for op in self.operators_of[s]) for own in self.of_rank]
+        whole = sum(flops)
+        share = max(flops) / whole if whole else 1.0
+        return Priced(timing, simulated, self.collectives(simulated.rank), self.fullest, share)
+
     # -- what belongs to a stage --------------------------------------------------------------------------------------
 
-    def _seconds(self, fusion: Fusion | None) -> tuple[dict[fx.Node, float], frozenset[fx.Node]]:
-        """Seconds of every operator when it runs, and those that run once for all micro-batches."""
+    @cached_property
+    def once(self) -> dict[fx.Node, float]:
+        """Seconds of every operator when it runs."""
+        again = made_again(self.operators, self.setting.recompute)
+        fusion = fusion_of(self.operators, again) if self.setting.compiled else None
         work, found = priced_once(list(self.operators), self.operators, self.assignment, self.micro_batches, fusion)
         seconds = self.prices.work_seconds(work) / [w.times for w in work]
-        once = {op.node: float(seconds[i]) for op, i in zip(self.operators, found, strict=True)}
-        return once, frozenset() if self.micro_batches == 1 else self._same_for_all()
+        return {op.node: float(seconds[i]) for op, i in zip(self.operators, found, strict=True)}
 
-    def _same_for_all(self) -> frozenset[fx.Node]:
-        """The operators of the forward that neither carry the batch nor read what is made of it."""
-        varying: set[fx.Node] = set()
-        for op in self.operators:
-            if self.operators.batch_factors[op.node] or any(value.node in varying for value in op.operands):
-                varying.add(op.node)
-        return frozenset(op.node for op in self.operators if not op.backward and op.node not in varying)
+    @property
+    def early(self) -> frozenset[fx.Node]:
+        """The operators that run once for all micro-batches."""
+        return frozenset() if self.micro_batches == 1 else _same_for_all(self.operators)
 
     @cached_property
     def operators_of(self) -> list[list[Operator]]:
@@ -145,12 +135,14 @@ class Stages:
         every = issued(
             self.setting.captured, self.operators, self.assignment, self.held, self.keep, self.micro_batches, stage
         )
-        issues = [[issue for issue in every if issue.stage == s] for s in range(self.count)]
+        issues: list[list[Issue]] = [[] for _ in range(self.count)]
+        for issue in every:
+            issues[issue.stage].append(issue)
         place = {op.node: i for i, op in enumerate(self.operators)}
         again: list[list[Operator]] = [[] for _ in range(self.count)]
         for op in again_of(self.held, self.operators.by_node, place):
             again[self.stage(op.node)].append(op)
-        weights = frozenset(of_one_gradient(self.setting.captured, self.operators) if self.split else ())
+        weights = of_one_gradient(self.setting.captured, self.operators) if self.split else frozenset()
         added = [
             accumulated_bytes(self.setting, self.assignment, self.keep, names, self.micro_batches)
             for names in self.parameters_of
@@ -161,16 +153,47 @@ class Stages:
     # -- seconds ------------------------------------------------------------------------------------------------------
 
     def programs(self, stage: int) -> dict[str, Program]:
-        """The programs of one stage by kind of action."""
-        return programs(self.work[stage], self.prices, {kind for _, kind in self.script.kinds})
+        """The programs of one stage by kind of action; stages that do the same share theirs."""
+        own = self._does(stage)
+        if own not in self._written:
+            kinds = {kind for _, kind in self.script.kinds}
+            self._written[own] = programs(self.work[stage], self.prices, kinds)
+        return self._written[own]
+
+    def _does(self, stage: int) -> tuple[object, ...]:
+        """All that the programs of a stage are written from, its operators by their places."""
+        work = self.work[stage]
+        place = {op.node: i for i, op in enumerate(work.operators)}
+        blocks: dict[str | None, tuple[int, str]] = {}
+
+        def at(node: fx.Node | None) -> int | None:
+            return None if node is None else place.get(node, -1)
+
+        return (
+            tuple(
+                (work.once[op.node], op.is_view, op.backward, op.node in work.early, op.node in work.of_weights,
+                 blocks.setdefault(op.block, (len(blocks), label(op.block))))
+                for op in work.operators
+            ),
+            tuple(place[op.node] for op in work.again),
+            tuple(
+                (i.kind, i.axis, i.purpose, i.nbytes, i.phase, at(i.reader), i.again, at(i.ready), i.depth)
+                for i in work.issues
+            ),
+            work.accumulated,
+        )  # fmt: skip
 
     def timing(self) -> Timing:
         """What a step is simulated from."""
         places: dict[Program, int] = {}
         actions: dict[str, list[int]] = defaultdict(list)
+        known: dict[int, dict[str, int]] = {}
         for s in range(self.count):
-            for kind, program in self.programs(s).items():
-                actions[kind].append(places.setdefault(program, len(places)))
+            own = self.programs(s)
+            if id(own) not in known:
+                known[id(own)] = {kind: places.setdefault(program, len(places)) for kind, program in own.items()}
+            for kind, place in known[id(own)].items():
+                actions[kind].append(place)
         travels = self.transfers
         optimizer = [
             optimizer_time(self.setting, self.assignment, {n for s in own for n in self.parameters_of[s]})
@@ -189,15 +212,7 @@ class Stages:
     @cached_property
     def sent(self) -> list[tuple[int, int]]:
         """Of a whole batch the bytes that every stage but the last sends to the next one, and in how many tensors."""
-        found = [(0, 0)] * (self.count - 1)
-        if self.pipeline is None:
-            return found
-        produced = result_layouts(self.operators, self.assignment)
-        for value, (first, last) in crossing(self.setting.captured, self.operators, self.at).items():
-            nbytes = produced[value].local_bytes(self.assignment.mesh, self.operators.specs[value])
-            for s in range(first, last):
-                found[s] = (found[s][0] + nbytes, found[s][1] + 1)
-        return found
+        return sent_on(self.setting.captured, self.operators, self.assignment, self.at, self.count)
 
     @cached_property
     def transfers(self) -> list[float]:
@@ -252,6 +267,11 @@ class Stages:
             found.append(Collective("p2p", "pp", "activations", count, nbytes, wire, self.micro_batches * seconds))
         return tuple(found)
 
+    @cached_property
+    def fullest(self) -> dict[str, int]:
+        """Bytes by kind of the rank that keeps most."""
+        return max(map(self.memory, range(self.pp)), key=lambda kinds: sum(kinds.values()))
+
     def memory(self, rank: int) -> dict[str, int]:
         """Bytes a device of one rank of the pipeline, by kind."""
         if self.pipeline is None:
@@ -268,6 +288,16 @@ class Stages:
     def saved(self) -> tuple[Floats, Floats]:
         """`saved_bytes` by stage."""
         return saved_bytes(self.held, self.operators, self.assignment.mesh, self.at, self.count)
+
+
+@of_graph
+def _same_for_all(operators: Operators) -> frozenset[fx.Node]:
+    """The operators of the forward that neither carry the batch nor read what is made of it."""
+    varying: set[fx.Node] = set()
+    for op in operators:
+        if operators.batch_factors[op.node] or any(value.node in varying for value in op.operands):
+            varying.add(op.node)
+    return frozenset(op.node for op in operators if not op.backward and op.node not in varying)
 
 
 def saved_bytes(
@@ -292,52 +322,57 @@ def priced_once(
 ) -> tuple[list[Work], list[int]]:
     """The work of ``calls`` and the place of each call's. Counterparts in equal blocks share their call and their
     strategy: their work is written once."""
-    work: list[Work] = []
-    places: dict[tuple[int, int], int] = {}
-    found = []
+    first, places = different(calls, assignment)
+    mesh, strategies = assignment.mesh, assignment.strategies
+    work = [local_work(op, operators, mesh, strategies[op.node], micro_batches, fusion) for op in first]
+    return work, places
+
+
+def different(calls: Sequence[Operator], assignment: Assignment) -> tuple[list[Operator], list[int]]:
+    """Of calls that share their call and their strategy the first, and for every call the place of its own."""
+    first: list[Operator] = []
+    known: dict[tuple[int, int], int] = {}
+    places = []
     for op in calls:
-        strategy = assignment.strategies[op.node]
-        key = (id(op.call), id(strategy))
-        if key not in places:
-            places[key] = len(work)
-            work.append(local_work(op, operators, assignment.mesh, strategy, micro_batches, fusion))
-        found.append(places[key])
-    return work, found
+        key = (id(op.call), id(assignment.strategies[op.node]))
+        if key not in known:
+            known[key] = len(first)
+            first.append(op)
+        places.append(known[key])
+    return first, places
 
 
-def seconds_of(
-    calls: Sequence[Operator],
-    operators: Operators,
-    assignment: Assignment,
-    prices: Prices,
-    micro_batches: int = 1,
-    fusion: Fusion | None = None,
-) -> Floats:
-    """Seconds of every call in a step."""
-    work, found = priced_once(calls, operators, assignment, micro_batches, fusion)
-    return prices.work_seconds(work)[found]
-
-
-def located(captured: Captured, operators: Operators, pipeline: Pipeline) -> dict[fx.Node, int]:
-    """The stage of every operator: that of its module, else in the forward that of the operator before it, in the
-    backward the last one's."""
+def located(captured: Captured, operators: Operators, stages: Modules) -> dict[fx.Node, int]:
+    """The stage of every operator, of ``stages`` by module path: that of its module, else in the forward that of
+    the operator before it, in the backward the last one's."""
     found: dict[fx.Node, int] = {}
-    known = functools.cache(lambda module: stage_of(module, pipeline.stages))
+    known = functools.cache(lambda module: stage_of(module, stages))
     last = 0
     for op in operators:
         own = known(op.node.meta["module"])
         if op.backward:
-            found[op.node] = len(pipeline.stages) - 1 if own is None else own
+            found[op.node] = len(stages) - 1 if own is None else own
         else:
             last = max(last, own or 0)
             found[op.node] = last
     for p in captured.parameters:
-        found[p.placeholder] = min(homes((p.name, *p.aliases), pipeline.stages))
+        found[p.placeholder] = min(homes((p.name, *p.aliases), stages))
     return found
 
 
+#: What `of_one_gradient` has found already.
+_OF_ONE: WeakKeyDictionary[Operators, set[fx.Node]] = WeakKeyDictionary()
+
+
 def of_one_gradient(captured: Captured, operators: Operators) -> set[fx.Node]:
-    """The operators of the backward that the gradient of only one parameter is made of: those of weights."""
+    """The operators of the backward that the gradient of only one parameter is made of: those of weights. Not to be
+    changed."""
+    if operators not in _OF_ONE:
+        _OF_ONE[operators] = _of_one_gradient(captured, operators)
+    return _OF_ONE[operators]
+
+
+def _of_one_gradient(captured: Captured, operators: Operators) -> set[fx.Node]:
     reach: dict[fx.Node, int] = defaultdict(int)
     for i, p in enumerate(captured.parameters):
         if p.gradient is not None:
@@ -346,6 +381,22 @@ def of_one_gradient(captured: Captured, operators: Operators) -> set[fx.Node]:
         for arg in node.all_input_nodes:
             reach[arg] |= reach[node]
     return {op.node for op in operators if op.backward and reach[op.node].bit_count() == 1}
+
+
+def sent_on(
+    captured: Captured, operators: Operators, assignment: Assignment, at: Mapping[fx.Node, int], count: int
+) -> list[tuple[int, int]]:
+    """Of a whole batch the bytes that each of ``count`` stages but the last sends to the next, and in how many tensors;
+    ``at`` are the stages of nodes."""
+    found = [(0, 0)] * (count - 1)
+    if count == 1:
+        return found
+    produced = result_layouts(operators, assignment)
+    for value, (first, last) in crossing(captured, operators, at).items():
+        nbytes = produced[value].local_bytes(assignment.mesh, operators.specs[value])
+        for s in range(first, last):
+            found[s] = (found[s][0] + nbytes, found[s][1] + 1)
+    return found
 
 
 def crossing(captured: Captured, operators: Operators, at: Mapping[fx.Node, int]) -> dict[Value, tuple[int, int]]:
