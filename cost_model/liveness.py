@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar._compat import pytree, storage_key
+from autopar.sharding.buckets import is_overwritten
 
 #: What lives and dies within one graph.
 TRANSIENTS = "transients"
@@ -42,7 +43,8 @@ def _evaluate(graph: fx.Graph, given: Mapping[str, Tensor]) -> dict[fx.Node, Any
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs))
             target: Any = node.target
-            values[node] = args[0] if target is wait else target(*args, **kwargs)  # which hands on what it waits for
+            same = target is wait or is_overwritten(node)  # waiting hands on what it waits for
+            values[node] = args[0] if same else target(*args, **kwargs)
     return values
 
 

@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from dist.small_models import gradients, largest_error
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import Hints
 from autopar.errors import RuntimeFailure
+from autopar.passes.collectives import ALL_REDUCE, WAIT
 from autopar.passes.sums import keep_sums
-from autopar.runtime import accumulate
+from autopar.runtime import accumulate, release
 from autopar.runtime.accumulate import Accumulator
 from autopar.runtime.step import Sums
+from autopar.sharding.buckets import is_overwritten
 
 aten = torch.ops.aten
 BOUND = 1e-5
@@ -201,3 +205,42 @@ def test_a_backward_that_fails_halfway_is_not_forgotten(monkeypatch: pytest.Monk
     parallel(**batch)["loss"].backward()
     model(**batch)["loss"].backward()
     compare(parallel, model)
+
+
+def test_a_bucket_is_reduced_where_it_lies() -> None:
+    """What was laid for one all-reduce alone is written over when the graph runs; all else is copied first, and what a
+    graph is given stays as it is."""
+    parallel_pair()  # joins a process group of one rank
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+
+    def write(call: Any, x: fx.Node) -> list[fx.Node]:
+        found = []
+        own, shared = (call(aten.cat.default, ([call(aten.neg.default, (x,)), x],)) for _ in range(2))
+        for sent in (own, shared, x):
+            found.append(call(WAIT, (call(ALL_REDUCE, (sent, "sum", group)),)))
+        return [*found, shared]
+
+    module, x = graph_of(write), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    found = release.run_and_release(module, [x])
+    both = torch.tensor([-1.0, -2.0, -3.0, -4.0, 1.0, 2.0, 3.0, 4.0])
+    assert all(torch.equal(t, truth) for t, truth in zip(found, (both, both, x, both), strict=True))
+    assert len({t.data_ptr() for t in found}) == 4 and found[2].data_ptr() != x.data_ptr()
+    assert [is_overwritten(n) for n in module.graph.find_nodes(op="call_function", target=ALL_REDUCE)] == [
+        True, False, False,
+    ]  # fmt: skip
+    with Calls() as calls:
+        release.run_and_release(module, [x])
+    assert calls.names.count("_c10d_functional::all_reduce_") == 1
+    assert calls.names.count("_c10d_functional::all_reduce") == 2
+
+
+class Calls(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))

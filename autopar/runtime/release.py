@@ -12,11 +12,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from autopar._compat import BoxedCodeGen, below_autograd
 from autopar.passes.segments import segmented
 from autopar.runtime.compiled import Segment
+from autopar.sharding.buckets import is_overwritten
 
 #: Key of a graph module's ``meta``: whether its segments are compiled.
 COMPILE = "compile"
@@ -29,6 +31,9 @@ def run_and_release(module: fx.GraphModule, inputs: list[Any]) -> Any:
     run."""
     if module not in _boxed:
         graph = segmented(module.graph, Segment) if module.meta.get(COMPILE) else copy.deepcopy(module.graph)
+        for node in graph.nodes:
+            if is_overwritten(node):
+                node.target = torch.ops._c10d_functional.all_reduce_.default
         graph.set_codegen(BoxedCodeGen())
         boxed = fx.GraphModule(nn.Module(), graph, class_name=type(module).__name__)
         _boxed[module] = boxed.forward  # no hooks of a module: it is none of the user's

@@ -29,6 +29,15 @@ from autopar.sharding.redistribute import LOCAL, Step, whole_elements
 BUCKET_BYTES = 25 * 2**20
 
 
+def is_overwritten(node: fx.Node) -> bool:
+    """Whether a node of an emitted graph is an all-reduce of a bucket. That was laid for it alone, so when the graph
+    runs the sum is written over it; functional, the collective would begin with a copy of all gradients."""
+    if node.target is not torch.ops._c10d_functional.all_reduce.default:
+        return False
+    (sent,) = node.all_input_nodes
+    return sent.target is torch.ops.aten.cat.default and len(sent.users) == 1
+
+
 @dataclass(frozen=True)
 class Piece:
     """One collective of the parameter ``name``, or of its gradient, that may be issued together with others.

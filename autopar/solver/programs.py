@@ -182,7 +182,11 @@ class _Merger:
         packed = self._add(parts, whole.before[0] * size, start, members[0], whole)
         if gathers:
             self._want_before(packed, start)
-        moved = self._add([packed], whole.after[0] * size, start, members[0], whole, move=entries[members[0]].move)
+        move = entries[members[0]].move
+        if pieces[0].kind == "all_reduce":  # `buckets.is_overwritten`
+            moved = self._view(packed, packed, start, whole, move)
+        else:
+            moved = self._add([packed], whole.after[0] * size, start, members[0], whole, move)
         done = self._view(moved, moved, wait, whole)
         for w, piece in zip(waits, pieces, strict=True):
             cut = self.users.get(w, [])
@@ -220,9 +224,9 @@ class _Merger:
         entry = Entry(tuple(args), storages, source.backward, source.owner, times, piece=piece, move=move)
         return self._put(entry, place)
 
-    def _view(self, arg: int, of: int, place: tuple[float, ...], piece: Piece) -> int:
+    def _view(self, arg: int, of: int, place: tuple[float, ...], piece: Piece, move: str = "") -> int:
         source = self.tape.entries[of]
-        entry = Entry((arg,), source.storages, source.backward, source.owner, source.times, piece=piece)
+        entry = Entry((arg,), source.storages, source.backward, source.owner, source.times, piece=piece, move=move)
         return self._put(entry, place)
 
     def _put(self, entry: Entry, place: tuple[float, ...]) -> int:
