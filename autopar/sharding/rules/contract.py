@@ -14,14 +14,15 @@ from autopar.sharding.rules.common import aten
 
 
 def _matrix(local: Local, index: int, term: str, rows: str, columns: str, sizes: dict[str, int]) -> Any:
-    """Operand ``index`` as the matrix of ``rows`` by ``columns``, without a copy where its dims allow."""
+    """Operand ``index`` as the matrix of ``rows`` by ``columns``, without a copy where its dims allow, else with one
+    that moves runs of its last dim: ``mm`` reads a matrix transposed as well."""
     x = local.operands[index]
-    r, c = (math.prod(sizes[f] for f in group) for group in (rows, columns))
-    if term == columns + rows and rows and columns:
-        return local.emit(aten.t.default, local.emit(aten.reshape.default, x, [c, r]))
-    if term != rows + columns:
-        x = local.emit(aten.permute.default, x, [term.index(f) for f in rows + columns])
-    return local.emit(aten.reshape.default, x, [r, c])
+    is_turned = bool(rows and columns) and term != rows + columns and term[-1] in rows
+    outer, inner = (columns, rows) if is_turned else (rows, columns)
+    if term != outer + inner:
+        x = local.emit(aten.permute.default, x, [term.index(f) for f in outer + inner])
+    x = local.emit(aten.reshape.default, x, [math.prod(sizes[f] for f in group) for group in (outer, inner)])
+    return local.emit(aten.t.default, x) if is_turned else x
 
 
 def localize_einsum(local: Local) -> Any:
