@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import zoo
 from dist import small_models as models
+from torch.distributed.pipelining import schedules
 
 import autopar
 from autopar import Cluster, Hints, Workload
+from autopar._compat import pipeline_order
 from autopar.cost_model.bubble import script, simulate
 from autopar.report.progress import progress
 from autopar.schedule import runs, stage_ranks
+from autopar.solver.actions import programs as write_programs
 from autopar.solver.candidates import Candidate, Degrees, Limits, all_degrees, candidates
 from autopar.solver.cuts import Units, best_cuts, even_cuts
 from autopar.solver.estimate import Estimate, Estimator, bubble, by_rank, in_flight, least_share
@@ -216,6 +220,35 @@ def test_what_micro_batches_share_is_kept_whole() -> None:
         profile = replica.profile(4 // count)
         saved = profile.saved["none"].sum() + profile.constant["none"].sum()
         assert saved == pytest.approx(whole.memory(0)["activations"])
+
+
+def test_equal_stages_share_their_programs() -> None:
+    """Of eight stages of one block each and what is around them, the inner ones are written once, and every stage has
+    the programs that it would be written by itself."""
+    captured = capture_batch(models.llama(num_hidden_layers=8), (), models.tokens())
+    frame = make_frame(captured, Cluster.parse("cpu:4"), Workload(global_batch=4), Hints(), False)
+    replica = Replica(frame.setting, 1, 1, frame.replica_pins, 4, 4)
+    row = (replica.row[:2], *((unit,) for unit in replica.row[2:8]), replica.row[8:])
+    stages = Stages(frame.setting, replica.assignment, 4, Pipeline(4, "interleaved-zb", row))
+    found = [stages.programs(s) for s in range(8)]
+    assert len({id(programs) for programs in found}) < 8 and found[3] is found[4]
+    kinds = {kind for _, kind in stages.script.kinds}
+    for s, programs in enumerate(found):
+        assert programs == write_programs(stages.work[s], stages.prices, kinds) and {"F", "I", "W"} <= programs.keys()
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved-zb", "zbv", "dualpipev"])
+def test_orders_are_torchs_own(schedule: str) -> None:
+    """What is left out of writing a schedule changes nothing of its order."""
+    kinds = {
+        "interleaved": schedules.ScheduleInterleaved1F1B,
+        "interleaved-zb": schedules.ScheduleInterleavedZeroBubble,
+        "zbv": schedules.ScheduleZBVZeroBubble,
+        "dualpipev": schedules.ScheduleDualPipeV,
+    }
+    places = [SimpleNamespace(group_size=4, group_rank=0, num_stages=8, submod=None) for _ in range(2)]
+    order = kinds[schedule](places, 8).pipeline_order
+    assert pipeline_order(schedule, 4, 8, 8) == order and len(order) == 4
 
 
 # ---- models whose batch cannot be cut ----

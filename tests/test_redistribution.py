@@ -30,6 +30,7 @@ from autopar.passes.collectives import aten, emit_step
 from autopar.plan import Plan
 from autopar.runtime.simulate import Traffic, run_ranks
 from autopar.runtime.verify import VerifyReport
+from autopar.sharding import redistribute
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.redistribute import Step, redistribution, whole_elements
 from autopar.specialize import specialize
@@ -59,6 +60,26 @@ def every_layout(shape: tuple[int, ...]) -> list[Layout]:
             if layout.divides(MESH, shape):
                 found.append(layout)
     return found
+
+
+def test_paths_do_not_depend_on_what_was_sought_before() -> None:
+    """Moves are shared by shapes and meshes, and a search goes on where the last one from the same layout ended: what
+    it finds is what it finds with nothing known. Shapes that an axis does not divide have other ways, or none."""
+    meshes = (Mesh((("dp", 2), ("cp", 2), ("tp", 2))), Mesh((("dp", 4), ("cp", 2), ("tp", 3))))
+    dims = [(), ("dp",), ("tp",), ("dp", "cp"), ("cp", "tp")]
+    layouts = [Layout(pair) for pair in itertools.product(dims, repeat=2) if not {*pair[0]} & {*pair[1]}]
+    layouts += [Layout((a, ()), (("cp", "sum"),)) for a in dims[:3]]
+    asked = [(a, b, mesh, shape) for a, b in itertools.product(layouts, repeat=2) for mesh in meshes
+             for shape in ((48, 24), (16, 6)) if a.divides(mesh, shape) and b.divides(mesh, shape)][::7]  # fmt: skip
+    together = [redistribution(*question, 4) for question in asked]
+    for question, found in zip(asked, together, strict=True):
+        for known in (redistribute._ways, redistribute._charges, redistribute._paths_from):
+            known.cache_clear()
+        assert redistribution(*question, 4) == found
+    assert len(asked) > 100 and max(len(found) for found in together if found is not None) >= 3
+    whole, pieces = Layout.replicated(2), Layout((("tp",), ()))
+    assert redistribution(whole, pieces, meshes[1], (16, 6), 4) is None
+    assert redistribution(whole, pieces, meshes[1], (48, 24), 4) is not None
 
 
 def can_reach(source: Layout, target: Layout) -> bool:
