@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import _grouped_mm as grouped_mm
 from torch._C import DisableTorchFunctionSubclass as disable_torch_function
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch._decomp import get_decompositions
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "BoxedCodeGen",
     "BufferAOTInput",
+    "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
     "HashStore",
@@ -54,6 +56,7 @@ __all__ = [
     "fake_like",
     "flatten",
     "get_decompositions",
+    "grouped_mm",
     "pipeline_action",
     "pipeline_order",
     "pipeline_runtime",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ops.exchange import piece_sizes
 from autopar.sharding.layout import Mesh
 from autopar.sharding.redistribute import Step
 
@@ -75,6 +76,24 @@ def _front_to_dim(emit: Emit, x: Any, piece: Sequence[int], dim: int, n: int) ->
     order = [*range(1, dim + 1), 0, *range(dim + 1, len(piece) + 1)]
     x = emit(aten.permute.default, x, order)
     return emit(aten.reshape.default, x, [*piece[:dim], n * piece[dim], *piece[dim + 1 :]])
+
+
+def emit_exchange(
+    emit: Emit, rows: Any, step: Step, mesh: Mesh, shape: Sequence[int], coordinate: Any, index: Any, first: Any
+) -> Any:
+    """Write the all-to-all by which rows of experts (`autopar.ops.exchange`) of global ``shape`` go from the ranks that
+    have their tokens to those that have their experts, or back. ``coordinate`` is this rank's on the step's axis, int64
+    [1]; ``index`` that of all tokens of the group; ``first`` the first of the experts that the group has, None for 0."""
+    n, to_experts = mesh.degree(step.axis), step.target == 0
+    experts = (step.before if to_experts else step.after).local_shape(mesh, shape)[0]
+    own = index if first is None else emit(aten.sub.Tensor, index, first)
+    call = (own, coordinate, experts, n, to_experts)
+    mean = step.before.local_numel(mesh, shape[:2]) // n
+    sizes = emit(torch.ops.autopar.exchange_sizes.default, *call)
+    sent, received = (emit(piece_sizes, sizes, which, mean) for which in (0, 1))
+    packed = emit(torch.ops.autopar.exchange_pack.default, rows, *call)
+    arrived = emit(WAIT, emit(ALL_TO_ALL, packed, received, sent, group_of(step.axis)))
+    return emit(torch.ops.autopar.exchange_unpack.default, arrived, *call)
 
 
 def emit_step(

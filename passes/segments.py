@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.passes.collectives import KINDS, WAIT, aten
 from autopar.passes.sums import KEEPS_SUM
-from autopar.sharding.operators import VIEWS
+from autopar.sharding.operators import ROUTED, VIEWS
 
 #: What runs a segment: takes its inputs, returns its outputs.
 Run = Callable[..., Sequence[Any]]
@@ -52,8 +52,11 @@ class _Segment:
 
 
 def _is_apart(node: fx.Node) -> bool:
-    """Whether a node stays in the outer graph: what is no computation, and what packs a bucket, whose operands are as
-    many as the model is deep, so that every depth would need a compilation of its own."""
+    """Whether a node stays in the outer graph: what is no computation; what packs a bucket, whose operands are as many
+    as the model is deep, so that every depth would need a compilation of its own; and what has to do with rows of
+    experts, of which there are others in every step."""
+    if node.meta.get(ROUTED):
+        return True
     packs = node.target is aten.cat.default and node.meta.get("piece") is not None
     return node.op != "call_function" or node.target in KINDS or node.target is WAIT or packs
 

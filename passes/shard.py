@@ -17,12 +17,13 @@ from torch import fx
 
 from autopar._compat import LazyGraphModule
 from autopar.capture.graph import Captured
-from autopar.passes.collectives import aten, emit_step
+from autopar.passes.collectives import aten, emit_exchange, emit_step
 from autopar.passes.sums import base
 from autopar.sharding.assignment import AliasKey, Assignment, Router, Transfer, direction, result_layouts
 from autopar.sharding.buckets import Pieces
 from autopar.sharding.layout import Layout
-from autopar.sharding.operators import Operator, Operators, Value, value_of
+from autopar.sharding.operators import ROUTED, Operator, Operators, Value, routing, value_of
+from autopar.sharding.redistribute import Step
 from autopar.sharding.rule import Local, layouts, run_local
 
 #: Name of the input that carries a rank's mesh coordinates, int64 [axes].
@@ -115,10 +116,26 @@ class _Emitter:
             self.transfers.append(transfer)
             x = self._in(value, backward, transfer.source)
             for step, piece in zip(transfer.steps, self.pieces.of(transfer), strict=True):
-                self.meta = {**meta, "backward": backward, "piece": piece}
-                x = emit_step(self.emit, x, step, self.mesh, transfer.spec.shape, self.coordinate)
+                index = self._tokens_of_group(value, backward, step) if transfer.spec.routed else None
+                self.meta = {**meta, "backward": backward, "piece": piece, ROUTED: transfer.spec.routed}
+                x = self._step(x, step, transfer.spec.shape, index)
             self.meta, self.nodes[(value, backward, transfer.target)] = meta, x
         return self._in(value, backward, wanted)
+
+    def _tokens_of_group(self, rows: Value, backward: bool, step: Step) -> fx.Node | None:
+        """Where ranks exchange rows, the experts that the tokens of all of them go to."""
+        if step.kind != "all_to_all" or step.source not in (0, 1):
+            return None
+        index = routing(self.operators, rows)
+        over = step.after if step.target == 0 else step.before
+        return self.read(index, backward, None, Layout((over.dims[1], ())))
+
+    def _step(self, x: fx.Node, step: Step, shape: Sequence[int], index: fx.Node | None) -> fx.Node:
+        if index is None:
+            return emit_step(self.emit, x, step, self.mesh, shape, self.coordinate)
+        shared = step.before if step.target == 0 else step.after
+        first = self.emit(aten.select.int, self.starts(shared, shape), 0, 0) if shared.dims[0] else None
+        return emit_exchange(self.emit, x, step, self.mesh, shape, self.coordinate(step.axis), index, first)
 
     def _in(self, value: Value, backward: bool, layout: Layout) -> fx.Node:
         return self.nodes[(value, None, layout) if layout == self.produced[value] else (value, backward, layout)]
@@ -127,6 +144,7 @@ class _Emitter:
         """Write a rank's part of one operator, its operands redistributed where needed."""
         meta = op.node.meta
         self.meta = {name: meta[name] for name in ("module", "block", "backward")} | {"operator": op.node}
+        self.meta[ROUTED] = any(spec.routed for spec in (*op.call.operands, *op.call.results))
         ins, outs = layouts(op.rule, self.assignment.strategies[op.node], self.mesh)
         operands = []
         for value, layout in zip(op.operands, ins, strict=True):

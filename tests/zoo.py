@@ -46,8 +46,8 @@ def split_share(report: VerifyReport) -> float:
 
 @dataclass(frozen=True)
 class Architecture(Case):
-    """A `Case` named after its architecture; ``family`` is decoder, encoder, encoder-decoder, state space, vision
-    or speech.
+    """A `Case` named after its architecture; ``family`` is decoder, mixture of experts, encoder, encoder-decoder, state
+    space, vision or speech.
 
     ``options`` are inputs that are no tensors.
     """
@@ -70,8 +70,9 @@ def _model(kind: str, family: str, **config: Any) -> Callable[[], nn.Module]:
     return seeded(build)
 
 
-def _causal(name: str, family: str, **config: Any) -> Architecture:
-    return Architecture(name, _model(f"{family}ForCausalLM", family, **config), causal_batch)
+def causal(name: str, family: str, kind: str = "decoder", **config: Any) -> Architecture:
+    """``<family>ForCausalLM`` and its batch."""
+    return Architecture(name, _model(f"{family}ForCausalLM", family, **config), causal_batch, kind)
 
 
 def decoder_inputs_batch() -> Batch:
@@ -125,23 +126,42 @@ SLIDING = {**GATED, "sliding_window": 3}
 GEMMA = {**SLIDING, "head_dim": 8, "layer_types": ALTERNATING, "query_pre_attn_scalar": 8}
 
 DECODERS = (
-    _causal("qwen2", "Qwen2", **GATED, tie_word_embeddings=True),
-    _causal("qwen2-sliding", "Qwen2", **SLIDING, use_sliding_window=True, max_window_layers=1),
-    _causal("qwen3", "Qwen3", **GATED, head_dim=8),
-    _causal("mistral", "Mistral", **SLIDING),
-    _causal("gemma2", "Gemma2", **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    causal("qwen2", "Qwen2", **GATED, tie_word_embeddings=True),
+    causal("qwen2-sliding", "Qwen2", **SLIDING, use_sliding_window=True, max_window_layers=1),
+    causal("qwen3", "Qwen3", **GATED, head_dim=8),
+    causal("mistral", "Mistral", **SLIDING),
+    causal("gemma2", "Gemma2", **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     Architecture("gemma3", _model("Gemma3ForCausalLM", "Gemma3Text", **GEMMA), causal_batch),
-    _causal("phi3", "Phi3", **GATED),
-    _causal("opt", "OPT", **SIZES, ffn_dim=64, word_embed_proj_dim=32),
-    _causal("gpt-neox", "GPTNeoX", **WIDE),
-    _causal("gpt-j", "GPTJ", vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=32,
+    causal("phi3", "Phi3", **GATED),
+    causal("opt", "OPT", **SIZES, ffn_dim=64, word_embed_proj_dim=32),
+    causal("gpt-neox", "GPTNeoX", **WIDE),
+    causal("gpt-j", "GPTJ", vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=32,
             bos_token_id=1, eos_token_id=2),
-    _causal("bloom", "Bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
-    _causal("falcon", "Falcon", **SIZES, multi_query=True, parallel_attn=True, alibi=False),
-    _causal("falcon-alibi", "Falcon", **SIZES, multi_query=False, parallel_attn=False, alibi=True),
-    _causal("granite", "Granite", **GATED, attention_multiplier=0.2, residual_multiplier=0.5, logits_scaling=2.0),
-    _causal("olmo2", "Olmo2", **GATED),
+    causal("bloom", "Bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
+    causal("falcon", "Falcon", **SIZES, multi_query=True, parallel_attn=True, alibi=False),
+    causal("falcon-alibi", "Falcon", **SIZES, multi_query=False, parallel_attn=False, alibi=True),
+    causal("granite", "Granite", **GATED, attention_multiplier=0.2, residual_multiplier=0.5, logits_scaling=2.0),
+    causal("olmo2", "Olmo2", **GATED),
 )  # fmt: skip
+SPARSE = {**GATED, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+LATENT = {**SPARSE, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
+          "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 8, "n_shared_experts": 1,
+          "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}  # fmt: skip
+def _mixture(name: str, family: str, **config: Any) -> Architecture:
+    return causal(name, family, "mixture of experts", **config)
+
+
+#: Mixtures of experts, in `test_experts.py`.
+MIXTURES = (
+    _mixture("mixtral", "Mixtral", **GATED, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True),
+    _mixture("qwen2-moe", "Qwen2Moe", **SPARSE, shared_expert_intermediate_size=40, num_experts=4),
+    _mixture("qwen3-moe", "Qwen3Moe", **SPARSE, head_dim=8, num_experts=8),
+    _mixture("olmoe", "Olmoe", **GATED, num_experts=4, num_experts_per_tok=2),
+    _mixture("granite-moe", "GraniteMoe", **GATED, num_local_experts=4, num_experts_per_tok=2),
+    _mixture("deepseek-v2", "DeepseekV2", **LATENT, topk_method="group_limited_greedy"),
+    _mixture("deepseek-v3", "DeepseekV3", **LATENT),
+    _mixture("glm4-moe", "Glm4Moe", **SPARSE, n_routed_experts=8, head_dim=8, first_k_dense_replace=1),
+)
 ENCODERS = (
     Architecture("bert", _model("BertForMaskedLM", "Bert", **WIDE), masked_batch, "encoder"),
     Architecture(
@@ -246,7 +266,7 @@ def sentences_batch() -> Batch:
 
 
 #: What cannot be captured yet, with a `CaptureError` that says why.
-REFUSED = (_causal("gpt-oss", "GptOss", **GATED, num_local_experts=2, num_experts_per_tok=1),)
+REFUSED = (causal("gpt-oss", "GptOss", **GATED, num_local_experts=2, num_experts_per_tok=1),)
 MINILM = Architecture("all-minilm-l6-v2", minilm, sentences_batch, "encoder")
 
 ARCHITECTURES = (*DECODERS, *ENCODERS, *ENCODER_DECODERS, *STATE_SPACE, *VISION, *SPEECH)

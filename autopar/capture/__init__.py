@@ -27,6 +27,7 @@ from autopar.capture.normalize import aten, normalize, place_before_use, repeat_
 from autopar.capture.random import refuse_random
 from autopar.capture.repeats import Differs, Repeat, mark_repeats
 from autopar.capture.replicate import put_copies
+from autopar.capture.routed import mark_routed
 from autopar.capture.trace import SEED, Traced, refuse_empty, trace
 from autopar.errors import CaptureError
 from autopar.garbage import collecting_later
@@ -108,6 +109,7 @@ def _read(traced: Traced, repeats: Sequence[Repeat], precision: Precision | None
         parameters = cast_gradients(graph, parameters, precision.reduce_dtype)
     label(graph, [(p.placeholder, p.name) for p in parameters])
     refuse_random(graph)
+    mark_routed(graph)
     repeat_in_backward(graph, {*(p.placeholder for p in parameters), *(b.placeholder for b in buffers)})
     parameters, blocks = put_copies(graph, repeats, parameters, buffers)
     outputs = _outputs(graph, inputs)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture.hf_attention import select
+from autopar.capture import hf_attention, hf_experts
 from autopar.capture.hf_scan import whole_scans
 from autopar.errors import WorkloadError
 
@@ -23,7 +23,7 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def prepare(model: nn.Module) -> None:
-    """Switch a (cloned) transformers model to our attention, its caches and its own recomputation off.
+    """Switch a (cloned) transformers model to our attention and experts, its caches and its own recomputation off.
 
     Gradient checkpointing inside the model would be traced into the graph and draw other dropout masks the second time;
     what is recomputed is the plan's decision.
@@ -34,7 +34,8 @@ def prepare(model: nn.Module) -> None:
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "use_cache"):
             config.use_cache = False
-    select(model)
+    hf_attention.select(model)
+    hf_experts.select(model)
 
 
 def may_pack(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:

@@ -34,7 +34,7 @@ ROOT = "(root)"
 BYTES_WORTH_NAMING = 0.01
 
 # Of two meanings that meet in one class the earlier is kept: a residual stream cut into heads is split by heads.
-_PRECEDENCE = ("sequence", "heads", "head features", "vocabulary", "hidden")
+_PRECEDENCE = ("sequence", "heads", "head features", "vocabulary", "hidden", "experts")
 
 _Member = tuple[object, int | str]  # (Value, dim) or (node, factor)
 
@@ -52,7 +52,7 @@ def describe_layers(captured: Captured, operators: Operators, assignment: Assign
 
     A layer is a child of a block ("model.layers.*.mlp", all blocks together), or a module outside of the blocks. Its
     splits are ordered by the mesh; axes of degree 1 split nothing. The words are batch, sequence, heads, head features,
-    ffn, hidden and vocabulary; else output features and input features of a parameter, inner dim of a product without
+    ffn, hidden, vocabulary and experts; else output features and input features of a parameter, inner dim of a product without
     one, and rows. Layers are in the order of the graph.
     """
     words = _words(captured, operators)
@@ -206,6 +206,8 @@ def _seeds(forward: Iterable[Operator], operators: Operators) -> Iterator[tuple[
             yield from (((op.node, dim[0]), "sequence") for dim in tokens if dim and dim[0] not in batch)
         elif op.call.target is aten.gather.default and batch:
             yield (op.node, "v"), "vocabulary"  # the score of the right class, in the loss
+        elif op.call.target is torch.ops.autopar.grouped_mm.default:
+            yield (op.node, "e"), "experts"
         elif op.call.target is torch.ops.autopar.attention.default:
             yield from (((op.node, factor), "heads") for factor in ("g", "r"))
             # q, k, v and the output are [batch, heads, sequence, features]

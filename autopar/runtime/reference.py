@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from autopar import ops
-from autopar._compat import pytree
+from autopar._compat import grouped_mm, pytree
 from autopar.capture import batch_tensors
 from autopar.runtime.precision import inputs_as_used, mixed_call
 from autopar.runtime.program import Emitted, Specialization, StepProgram
@@ -58,6 +58,12 @@ class Run:
     buffers: dict[str, Tensor]
 
 
+def _written_out(rows: Tensor, weight: Tensor, *, offs: Tensor, **defaults: None) -> Tensor:
+    """torch's grouped product of rows [P, I], sorted by expert, and weights [E, I, O], which it has not in float64."""
+    pieces = torch.tensor_split(rows, offs[:-1].cpu().long())
+    return torch.cat([x @ w for x, w in zip(pieces, weight, strict=True)])
+
+
 class _Float64(TorchFunctionMode):
     """Turns every request for float32 into one for float64."""
 
@@ -69,6 +75,8 @@ class _Float64(TorchFunctionMode):
 
         if func is torch.Tensor.float:
             func = torch.Tensor.double
+        if func is grouped_mm and args[0].dtype is torch.float64:
+            func = _written_out
         return func(*map(widen, args), **{name: widen(value) for name, value in (kwargs or {}).items()})
 
 
@@ -78,7 +86,7 @@ def exact_float64() -> Iterator[None]:
 
     transformers casts to float32 in RMSNorm, rotary embeddings, softmax and the loss, so that a float64 model is only
     exact to float32. Here ``Tensor.float``, ``Tensor.to(torch.float32)`` and every argument ``torch.float32`` mean
-    float64, and it is the default dtype.
+    float64, it is the default dtype, and the grouped products of experts are written out.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

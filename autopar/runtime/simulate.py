@@ -63,23 +63,22 @@ def groups(mesh: Mesh, axis: str) -> list[list[int]]:
     return [[first + i * stride for i in range(n)] for first in range(mesh.size) if first // stride % n == 0]
 
 
-def _exchange(target: Any, args: tuple[Any, ...], pieces: list[Tensor]) -> list[Tensor]:
-    """One collective in one group: the tensors of its ranks in, their results out."""
-    n = len(pieces)
+def _exchange(target: Any, args: Sequence[tuple[Any, ...]], pieces: list[Tensor]) -> list[Tensor]:
+    """One collective in one group: the tensors of its ranks and their further arguments in, their results out."""
+    n, op = len(pieces), args[0][0]
     if target is ALL_REDUCE:
-        total = _REDUCTIONS[args[1]](torch.stack(pieces))
+        total = _REDUCTIONS[op](torch.stack(pieces))
         return [total.clone() for _ in pieces]
     if target is ALL_GATHER:
         whole = torch.cat(pieces)
         return [whole.clone() for _ in pieces]
     if target is REDUCE_SCATTER:
-        return list(_REDUCTIONS[args[1]](torch.stack(pieces)).chunk(n))
+        return list(_REDUCTIONS[op](torch.stack(pieces)).chunk(n))
     if target is ALL_TO_ALL:
-        received, sent = args[1], args[2]
-        parts = [p.split(sent) for p in pieces]
-        results = [torch.cat([parts[source][rank] for source in range(n)]) for rank in range(n)]
-        assert all(r.shape[0] == sum(received) for r in results)
-        return results
+        parts = [piece.split(sent) for piece, (_, sent, *_) in zip(pieces, args, strict=True)]
+        arrived = [[parts[source][rank] for source in range(n)] for rank in range(n)]
+        assert all([a.shape[0] for a in by] == received for by, (received, *_) in zip(arrived, args, strict=True))
+        return [torch.cat(by) for by in arrived]
     raise ValueError(f"{target} is not a collective that is simulated")
 
 
@@ -125,7 +124,8 @@ def run_ranks(
                     key = (KINDS[node.target], axis)
                     traffic.count[key] += 1
                     traffic.bytes[key] += whole_bytes(node.target, pieces[0], len(members))
-                for r, result in zip(members, _exchange(node.target, node.args, pieces), strict=True):
+                args = [fx.node.map_arg(node.args[1:], env[r].__getitem__) for r in members]
+                for r, result in zip(members, _exchange(node.target, args, pieces), strict=True):
                     env[r][node] = result
         else:
             for r in ranks:

@@ -99,7 +99,7 @@ class Router:
             if target in have:
                 continue
             source = alias if target is wanted and alias is not None else own
-            steps = redistribution(source, target, self.mesh, spec.shape, spec.dtype.itemsize)
+            steps = redistribution(source, target, self.mesh, spec.shape, spec.dtype.itemsize, spec.fixed)
             if steps is None:
                 raise ValueError(f"no redistribution of {value} from {source} to {target}")
             transfers.append(Transfer(value, spec, backward, source, target, steps))

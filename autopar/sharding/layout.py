@@ -81,10 +81,18 @@ class Mesh:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Global shape and dtype of a tensor."""
+    """Global shape and dtype of a tensor. ``routed``: rows of experts (`autopar.ops.experts`), whose first two dims are
+    declared with their means, and of which each rank has as many as it happens to have."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    routed: bool = False
+
+    @property
+    def fixed(self) -> tuple[int, ...]:
+        """The dims along which nothing is cut or gathered: rows are only exchanged between ranks, those of tokens for
+        those of experts."""
+        return (0, 1) if self.routed else ()
 
     @property
     def numel(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autopar._compat import pytree
+from autopar.ops.experts import MAKE_ROWS
 from autopar.sharding.axes import BATCH_AXES, CONTEXT_AXIS
 from autopar.sharding.flops import count_flops, has_flops
 from autopar.sharding.layout import TensorSpec
@@ -52,6 +53,10 @@ VIEWS = frozenset(
 #: Operators that shift or cut along dims that they cannot be split in: a result's dim is what the operand's was. So
 #: labels still have a sequence once they are shifted.
 _MOVES = frozenset({aten.constant_pad_nd.default, aten.slice.Tensor, aten.roll.default, aten.flip.default})
+
+
+#: Key of a node's ``meta``: whether its tensors are rows of experts (`TensorSpec.routed`).
+ROUTED = "routed"
 
 
 class Value(NamedTuple):
@@ -159,9 +164,11 @@ def _tensor_index(val: Any, index: int) -> int:
 
 
 def _spec(value: Any) -> TensorSpec | None:
+    routed = False
     if isinstance(value, fx.Node):
+        routed = bool(value.meta.get(ROUTED))
         value = value.meta.get("val")
-    return TensorSpec(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+    return TensorSpec(tuple(value.shape), value.dtype, routed) if isinstance(value, torch.Tensor) else None
 
 
 def flops_of(call: OpCall, rule: Rule) -> float:
@@ -186,7 +193,8 @@ def flops_of(call: OpCall, rule: Rule) -> float:
 
 def read_operator(node: fx.Node) -> Operator:
     """One call node as an operator."""
-    results = [s for v in pytree.tree_leaves(node.meta["val"]) if (s := _spec(v)) is not None]
+    routed = bool(node.meta.get(ROUTED))
+    results = [replace(s, routed=routed) for v in pytree.tree_leaves(node.meta["val"]) if (s := _spec(v)) is not None]
     call, leaves = op_call(node.target, node.args, node.kwargs, results, _spec)
     found = rule_for(call)
     rule = found if found is not None else replicated_rule(call)
@@ -302,6 +310,16 @@ def own_factors(operators: Operators, op: Operator, axis: str) -> frozenset[str]
     if axis == CONTEXT_AXIS:
         return operators.sequence.factors[op.node] | (HEADS if op.call.target in ATTENTION else frozenset())
     return frozenset(op.rule.sizes) - {POSITIONS}
+
+
+def routing(operators: Operators, rows: Value) -> Value:
+    """The index [T, K] by which a value that is `ROUTED` was made."""
+    while True:
+        op = operators.by_node[rows.node]
+        if op.call.target in MAKE_ROWS:
+            place = next(i for i, spec in enumerate(op.call.operands) if not spec.dtype.is_floating_point)
+            return op.operands[place]
+        rows = next(v for v, spec in zip(op.operands, op.call.operands, strict=True) if spec.routed)
 
 
 def splits_batch(choice: Choice, batch: frozenset[str]) -> bool:

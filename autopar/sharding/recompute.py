@@ -177,7 +177,7 @@ def kept(operators: Operators, assignment: Assignment, again: MadeAgain) -> Kept
                 continue
             spec = operators.specs[value]
             shape, itemsize = spec.shape, spec.dtype.itemsize
-            steps = redistribution(source, layout, assignment.mesh, shape, itemsize)
+            steps = redistribution(source, layout, assignment.mesh, shape, itemsize, spec.fixed)
             assert steps is not None
             found.transfers[value, layout] = Transfer(value, spec, False, source, layout, steps)
             stack.append((value, source))

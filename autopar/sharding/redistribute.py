@@ -239,7 +239,7 @@ def _charges(mesh: Mesh, shape: tuple[int, ...], itemsize: int) -> tuple[Callabl
     return lambda step: _charge(step, mesh, shape, itemsize) if _divides(step, mesh, shape) else math.inf, {}
 
 
-@functools.lru_cache(maxsize=100_000)
+@functools.lru_cache(maxsize=20_000)
 def _paths_from(source: Layout, mesh: Mesh, shape: tuple[int, ...], itemsize: int, rules: _Rules) -> _Paths:
     """The cheapest paths from a layout."""
     return _Paths(source, _ways(rules), *_charges(mesh, shape, itemsize))

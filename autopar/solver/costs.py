@@ -134,7 +134,7 @@ class Prices:
         """Seconds of a redistribution, inf where there is no way."""
         known = self._known.redistributions[spec, share]
         if (found := known.get((source, target))) is None:
-            steps = redistribution(source, target, self.mesh, spec.shape, spec.dtype.itemsize)
+            steps = redistribution(source, target, self.mesh, spec.shape, spec.dtype.itemsize, spec.fixed)
             found = math.inf if steps is None else sum(self.step_seconds(step, spec, share) for step in steps)
             known[source, target] = found
         return found

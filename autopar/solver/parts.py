@@ -22,17 +22,34 @@ def runs_in_parts(captured: Captured, operators: Operators, batch: int) -> bool:
     What is summed over the batch and read by every sample (the number of tokens) has to be known before the forward, so
     it must not be made by matrix products (`passes.phases`).
     """
-    losses = [o for o in captured.outputs if o.tangent is not None]
-    if len(losses) != 1 or losses[0].node.meta["val"].dim() != 0 or batch == 1:
+    if batch == 1 or not _has_one_loss(captured):
         return False
+    try:
+        why_whole(captured, operators, batch)
+    except MicroBatchError:
+        return False
+    return True
+
+
+def _has_one_loss(captured: Captured) -> bool:
+    losses = [o for o in captured.outputs if o.tangent is not None]
+    return len(losses) == 1 and losses[0].node.meta["val"].dim() == 0
+
+
+def why_whole(captured: Captured, operators: Operators, batch: int) -> None:
+    """Raise MicroBatchError if a ``batch`` of several samples cannot be run in parts because they mix."""
     parts = next(n for n in range(2, batch + 1) if batch % n == 0)
     whole = _whole(captured, operators)
     kept = {p.name: Keeping() for p in captured.parameters}
-    try:
-        found = in_micro_batches(captured, operators, whole, parts, split_inputs(captured), kept)
-    except MicroBatchError:
-        return False
-    return _known_early(captured, operators, found)
+    found = in_micro_batches(captured, operators, whole, parts, split_inputs(captured), kept)
+    if (late := _known_late(captured, operators, found)) is not None:
+        raise MicroBatchError(
+            f"the batch cannot run in micro-batches: a sum over the batch depends on matrix products, {late.node.name} "
+            f"in {late.node.meta['module'] or 'the model'}",
+            expected="sums over the batch that are cheap to know before the forward, such as the number of tokens",
+            found="a value of the model that all samples of the batch go into",
+            change="run the batch in one piece (micro_batch_size = global batch / dp)",
+        )
 
 
 def _whole(captured: Captured, operators: Operators) -> Assignment:
@@ -48,8 +65,8 @@ def _whole(captured: Captured, operators: Operators) -> Assignment:
     )
 
 
-def _known_early(captured: Captured, operators: Operators, found: Assignment) -> bool:
-    """Whether all sums over micro-batches that a micro-batch reads are made without products."""
+def _known_late(captured: Captured, operators: Operators, found: Assignment) -> Value | None:
+    """A sum over micro-batches that a micro-batch reads and that is made with products."""
     leading = set[fx.Node]()
     for op in reversed(list(operators)):
         varies = found.strategies[op.node][0].factor is not None
@@ -61,8 +78,8 @@ def _known_early(captured: Captured, operators: Operators, found: Assignment) ->
         sums = any(step.axis == MICRO_BATCH and step.kind == "all_reduce" for step in transfer.steps)
         read = any(user in leading for user, _ in operators.consumers.get(transfer.value, ()))
         if sums and read and not transfer.output and _has_products(operators, transfer.value):
-            return False
-    return True
+            return transfer.value
+    return None
 
 
 def _has_products(operators: Operators, value: Value) -> bool:

@@ -28,7 +28,7 @@ from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.estimate import Estimate
 from autopar.solver.microbatches import loss_place
 from autopar.solver.outer import CONTEXT_TOKENS, Estimates, Found, Frame, Solver, least_memory
-from autopar.solver.parts import runs_in_parts
+from autopar.solver.parts import runs_in_parts, why_whole
 from autopar.solver.pipeline import hinted, units
 from autopar.solver.setting import Setting
 from autopar.solver.spmd import read
@@ -62,7 +62,7 @@ def search(
     seconds: float | None = None,
 ) -> Plan:
     """The fastest plan that fits, of graphs that are ``compiled`` or run operator by operator. After ``seconds`` the
-    best so far is taken. Raises HintError and InfeasibleError."""
+    best so far is taken. Raises HintError, MicroBatchError and InfeasibleError."""
     frame = make_frame(captured, cluster, workload, hints, compiled)
     with progress() as line:
         return _Search(model, frame, workload, seconds, line).plan()
@@ -83,8 +83,11 @@ def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: 
         stages = len(hinted(row, hints.stages))
         check_stages(hints.schedule or "1f1b", hints.pp or 1, stages)
     parts = runs_in_parts(captured, operators, batch)
-    if not parts and hints.micro_batch_size is not None and hints.micro_batch_size < batch:
+    size = hints.micro_batch_size
+    if not parts and size is not None and size < batch:
         loss_place(captured)  # says what is wrong, if that is it
+        if size * (hints.dp or cluster.size) < batch:  # more than one micro-batch, whatever dp is
+            why_whole(captured, operators, batch)
     limits = Limits(batch, workload.seq_len or 1, len(row), parts, stages)
     budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
     return Frame(setting, hints, hint_pins(captured, hints), limits, budget)

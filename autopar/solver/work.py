@@ -24,6 +24,8 @@ _PRODUCTS = {
     aten.linear.default: (0, 1),
     aten.mv.default: (0, 1),
     aten.dot.default: (0, 1),
+    torch.ops.autopar.grouped_mm.default: (0, 1),
+    torch.ops.autopar.grouped_outer.default: (0, 1),
     aten.addmm.default: (1, 2),
     aten.baddbmm.default: (1, 2),
 }

@@ -1,0 +1,49 @@
+"""transformers' experts registry.
+
+Third parties may register how a module of experts computes. Ours sorts the tokens by expert, multiplies all of an
+expert's rows at once and adds them up again, each an operator of its own (`autopar.ops.experts`); the gate and the
+activation between the products stay the module's own and are traced.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from autopar.ops.experts import combine, dispatch, group_of, grouped_bias, grouped_mm
+
+#: The name under which it is registered.
+IMPLEMENTATION = "autopar"
+
+
+def _linear(module: nn.Module, rows: Tensor, name: str, index: Tensor) -> Tensor:
+    """The rows through every expert's own linear layer ``name``; weights are [E, out, in] unless transposed."""
+    weight = getattr(module, name)
+    if not module.is_transposed:
+        weight = weight.transpose(1, 2)
+    rows = grouped_mm(rows, weight, index)
+    return grouped_bias(rows, getattr(module, f"{name}_bias"), index) if module.has_bias else rows
+
+
+def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """transformers' experts interface: hidden [T, H], index and weights [T, K] -> [T, H]."""
+    experts = int(module.num_experts)  # type: ignore[arg-type]
+    group = group_of(*top_k_index.shape, experts)
+    rows = dispatch(hidden_states, top_k_index, None, experts, group)
+    if module.has_gate:
+        rows = module._apply_gate(_linear(module, rows, "gate_up_proj", top_k_index))  # type: ignore[operator]
+    else:
+        rows = module.act_fn(_linear(module, rows, "up_proj", top_k_index))  # type: ignore[operator]
+    rows = _linear(module, rows, "down_proj", top_k_index)
+    if module.has_post_expert_norm:
+        rows = module.post_expert_norm(rows)  # type: ignore[operator]
+    return combine(rows, top_k_index, top_k_weights.to(rows.dtype), experts, group).to(hidden_states.dtype)
+
+
+def select(model: nn.Module) -> None:
+    """Switch a transformers model to our experts, where it has experts that use the registry."""
+    if not model._can_set_experts_implementation():  # type: ignore[operator]
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+    model.set_experts_implementation(IMPLEMENTATION)  # type: ignore[operator]

@@ -1,0 +1,207 @@
+"""Rules of the operators on routed rows: on shards, for every strategy, they compute what they compute on the whole.
+
+Of rows a rank has those of its tokens that go to its experts, so the pieces are picked by the index and have no shape
+that a layout gives: `rule_harness` cannot cut them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from rule_harness import MESHES, REDUCTIONS, gather, same, scatter
+from torch import Tensor, fx
+
+from autopar.ops.experts import MAKE_ROWS, TAKE_ROWS, group_of
+from autopar.passes.collectives import emit_exchange
+from autopar.runtime.simulate import Traffic, run_ranks
+from autopar.sharding import rule as rules
+from autopar.sharding.layout import Layout, Mesh, TensorSpec
+from autopar.sharding.redistribute import redistribution
+from autopar.sharding.rules import rule_for
+
+own = torch.ops.autopar
+TOKENS, TOP_K, EXPERTS, WIDTH, OUT = 16, 2, 4, 6, 4
+GROUP = group_of(TOKENS, TOP_K, EXPERTS)
+#: Skewed as routers are: expert 3 has nearly everything, expert 1 nothing; token 5 is dropped.
+INDEX = torch.tensor([[3, 0], [3, 2], [3, 3], [0, 3], [3, 2], [4, 4], [2, 3], [3, 0]] * 2)
+
+
+def uniform(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def pairs(tokens: range, experts: range) -> list[int]:
+    """The places in the whole rows of the pairs of these tokens and experts, in order."""
+    flat = INDEX.reshape(-1).tolist()
+    order = [p for e in range(EXPERTS) for p in range(len(flat)) if flat[p] == e]
+    return [i for i, p in enumerate(order) if p // TOP_K in tokens and flat[p] in experts]
+
+
+def rows(width: int) -> Tensor:
+    return uniform(1, len(pairs(range(TOKENS), range(EXPERTS))), width)
+
+
+def own_part(layout: Layout, mesh: Mesh, width: int, rank: int) -> tuple[list[int], slice]:
+    """Which rows, and which of their elements, a rank has of rows in ``layout``."""
+    declared = (EXPERTS, TOKENS // GROUP, width)
+    (e, c, h), (n, m, o) = layout.starts(mesh, declared, rank), layout.local_shape(mesh, declared)
+    return pairs(range(c * GROUP, (c + m) * GROUP), range(e, e + n)), slice(h, h + o)
+
+
+#: Arguments of every operator; `rows` are those with three dims of which the first is 1.
+SAMPLES: dict[Any, Any] = {
+    own.dispatch.default: lambda: (uniform(TOKENS, WIDTH), INDEX, None, EXPERTS, GROUP),
+    own.combine.default: lambda: (rows(WIDTH), INDEX, uniform(TOKENS, TOP_K), EXPERTS, GROUP),
+    own.combine_weights_backward.default: lambda: (uniform(TOKENS, WIDTH), rows(WIDTH), INDEX, EXPERTS, GROUP),
+    own.grouped_mm.default: lambda: (rows(WIDTH), uniform(EXPERTS, WIDTH, OUT), INDEX),
+    own.grouped_outer.default: lambda: (rows(WIDTH), rows(OUT), INDEX, EXPERTS),
+    own.grouped_bias.default: lambda: (rows(WIDTH), uniform(EXPERTS, WIDTH), INDEX),
+    own.grouped_sum.default: lambda: (rows(WIDTH), INDEX, EXPERTS),
+}
+WEIGHTED = {
+    own.dispatch.default: lambda: (uniform(TOKENS, WIDTH), INDEX, uniform(TOKENS, TOP_K), EXPERTS, GROUP),
+    own.combine.default: lambda: (rows(WIDTH), INDEX, None, EXPERTS, GROUP),
+}
+
+
+def is_rows(tensor: Tensor) -> bool:
+    return tensor.dim() == 3 and tensor.shape[0] == 1
+
+
+def spec_of(leaf: Any) -> TensorSpec | None:
+    if not isinstance(leaf, Tensor):
+        return None
+    shape = (EXPERTS, TOKENS // GROUP, leaf.shape[2]) if is_rows(leaf) else tuple(leaf.shape)
+    return TensorSpec(shape, leaf.dtype, is_rows(leaf))
+
+
+def cut(whole: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
+    if not is_rows(whole):
+        return scatter(whole, layout, mesh)
+    parts = scatter(whole, Layout(((), (), ()), layout.partial), mesh)
+    pieces = []
+    for rank, part in enumerate(parts):
+        places, width = own_part(layout, mesh, whole.shape[2], rank)
+        pieces.append(part[:, places, width])
+    return pieces
+
+
+def agrees(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh, expected: Tensor) -> bool:
+    """Whether the ranks' pieces are those of ``expected``, partial sums added up."""
+    if not is_rows(expected):
+        return same(gather(pieces, layout, mesh, expected.shape), expected)
+    owed = [axis for axis, _ in layout.partial]
+    for rank in range(mesh.size):
+        at = dict(zip(mesh.names, mesh.coordinates(rank), strict=True))
+        peers = [
+            r for r in range(mesh.size)
+            if all(c == at[axis] or axis in owed for axis, c in zip(mesh.names, mesh.coordinates(r), strict=True))
+        ]
+        places, width = own_part(layout, mesh, expected.shape[2], rank)
+        if not same(REDUCTIONS["sum"](torch.stack([pieces[r] for r in peers])), expected[:, places, width]):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("samples", [SAMPLES, WEIGHTED], ids=["plain", "weighted"])
+def test_shards_compute_the_whole(samples: dict[Any, Any]) -> None:
+    for target, make in samples.items():
+        torch.manual_seed(0)
+        args = make()
+        expected = target(*args)
+        call, operands = rules.op_call(target, args, {}, [spec_of(expected)], spec_of)
+        rule = rule_for(call)
+        assert rule is not None
+        split = set()
+        for mesh in MESHES:
+            for strategy in rules.strategies(rule, mesh):
+                ins, outs = rules.layouts(rule, strategy, mesh)
+                given = [cut(t, layout, mesh) for t, layout in zip(operands, ins, strict=True)]
+                found = [
+                    rules.run_local(rule, rules.Local(
+                        call, mesh, tuple(pieces[rank] for pieces in given), ins, outs,
+                        emit=lambda op, *args, **kwargs: op(*args, **kwargs),
+                        starts=lambda layout, shape, m=mesh, r=rank: torch.tensor(layout.starts(m, shape, r))))
+                    for rank in range(mesh.size)
+                ]
+                assert agrees(found, outs[0], mesh, expected), f"{target} under {[*map(str, strategy)]}"
+                split |= {choice.factor for choice in strategy}
+        assert {"e", "c"} <= split, f"{target} is split by experts and by tokens, not by {split}"
+
+
+@pytest.mark.parametrize("to_experts", [True, False])
+@pytest.mark.parametrize(("experts", "tokens"), [((), ("b",)), ((), ("a", "b")), (("a",), ("b",))], ids=str)
+def test_ranks_exchange_rows(experts: tuple[str, ...], tokens: tuple[str, ...], to_experts: bool) -> None:
+    """What splits the tokens comes to split the experts, and back, by one all-to-all with pieces as the router makes
+    them; on a rank with one of the ends of an axis beside another that splits either."""
+    mesh, shape = MESHES[2], (EXPERTS, TOKENS // GROUP, WIDTH)
+    by_tokens = Layout((experts, tokens, ()))
+    by_experts = Layout(((*experts, tokens[-1]), tokens[:-1], ()))
+    source, target = (by_tokens, by_experts) if to_experts else (by_experts, by_tokens)
+    (step,) = redistribution(source, target, mesh, shape, 8, (0, 1)) or ()
+    graph = fx.Graph()
+    given, coordinates, index = (graph.placeholder(name) for name in ("rows", "coordinates", "index"))
+
+    def emit(op: Any, *args: Any) -> fx.Node:
+        return graph.call_function(op, args)
+
+    place = mesh.names.index(step.axis)
+    coordinate = emit(torch.ops.aten.slice.Tensor, coordinates, 0, place, place + 1)
+    starts = emit(own.starts.default, coordinates, by_tokens.start_weights(mesh, shape))
+    first = emit(torch.ops.aten.select.int, starts, 0, 0)
+    graph.output((emit_exchange(emit, given, step, mesh, shape, coordinate, index, first),))
+    whole = rows(WIDTH)
+    of_group = Layout((by_experts.dims[1], ()))
+    pieces, indices = cut(whole, source, mesh), scatter(INDEX, of_group, mesh)
+    inputs = [[pieces[r], torch.tensor(mesh.coordinates(r)), indices[r]] for r in range(mesh.size)]
+    traffic = Traffic()
+    found = run_ranks(fx.GraphModule(torch.nn.Module(), graph), inputs, mesh, traffic)
+    for (piece,), expected in zip(found, cut(whole, target, mesh), strict=True):
+        assert torch.equal(piece, expected)
+    assert traffic.count == {("all_to_all", step.axis): 1}
+
+
+def test_rows_are_not_gathered_or_cut() -> None:
+    mesh, shape = MESHES[2], (EXPERTS, TOKENS // GROUP, WIDTH)
+    whole = Layout(((), (), ()))
+    for split in (Layout((("a",), (), ())), Layout(((), ("a",), ()))):
+        assert redistribution(split, whole, mesh, shape, 8, (0, 1)) is None
+        assert redistribution(whole, split, mesh, shape, 8, (0, 1)) is None
+
+
+def test_every_operator_has_a_sample() -> None:
+    assert set(SAMPLES) == MAKE_ROWS | TAKE_ROWS
+
+
+def test_the_whole_is_what_a_loop_over_experts_gives() -> None:
+    x, weight, bias, scale = uniform(TOKENS, WIDTH), uniform(EXPERTS, WIDTH, OUT), uniform(EXPERTS, OUT), uniform(16, 2)
+    tensors = [x, weight, bias, scale]
+    for t in tensors:
+        t.requires_grad_()
+    expected = torch.zeros(TOKENS, OUT, dtype=torch.float64)
+    for t in range(TOKENS):
+        for k in range(TOP_K):
+            if (e := int(INDEX[t, k])) < EXPERTS:
+                expected = expected.index_add(0, torch.tensor([t]), (x[t] @ weight[e] + bias[e])[None] * scale[t, k])
+    hidden = own.grouped_bias(own.grouped_mm(own.dispatch(x, INDEX, None, EXPERTS, GROUP), weight, INDEX), bias, INDEX)
+    found = own.combine(hidden, INDEX, scale, EXPERTS, GROUP)
+    assert same(found.detach(), expected.detach())
+    tangent = uniform(TOKENS, OUT)
+    for a, b in zip(torch.autograd.grad(found, tensors, tangent), torch.autograd.grad(expected, tensors, tangent),
+                    strict=True):
+        assert same(a, b)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "group"),
+                         [(64, 2, 8, 4), (64, 2, 4, 2), (60, 1, 7, 6), (7, 2, 8, 1), (16, 4, 2, 1), (3, 1, 8, 3)])
+def test_tokens_of_a_slot(tokens: int, top_k: int, experts: int, group: int) -> None:
+    """The largest divisor of the tokens that is at most experts / top_k."""
+    assert group_of(tokens, top_k, experts) == group
+
+
+def test_what_is_no_index_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"int64 index \[T, K\], found .* torch.int32"):
+        own.dispatch(uniform(TOKENS, WIDTH), INDEX.int(), None, EXPERTS, GROUP)
