@@ -83,7 +83,7 @@ def emit_exchange(
 ) -> Any:
     """Write the all-to-all by which rows of experts (`autopar.ops.exchange`) of global ``shape`` go from the ranks that
     have their tokens to those that have their experts, or back. ``coordinate`` is this rank's on the step's axis, int64
-    [1]; ``index`` that of all tokens of the group; ``first`` the first of the experts that the group has, None for 0."""
+    [1]; ``index`` that of all tokens of the group; ``first`` the first of the group's experts, None for 0."""
     n, to_experts = mesh.degree(step.axis), step.target == 0
     experts = (step.before if to_experts else step.after).local_shape(mesh, shape)[0]
     own = index if first is None else emit(aten.sub.Tensor, index, first)

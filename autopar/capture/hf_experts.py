@@ -27,7 +27,8 @@ def _linear(module: nn.Module, rows: Tensor, name: str, index: Tensor) -> Tensor
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """transformers' experts interface: hidden [T, H], index and weights [T, K] -> [T, H]."""
     experts = int(module.num_experts)  # type: ignore[arg-type]
-    group = group_of(*top_k_index.shape, experts)
+    tokens, top_k = top_k_index.shape
+    group = group_of(tokens, top_k, experts)
     rows = dispatch(hidden_states, top_k_index, None, experts, group)
     if module.has_gate:
         rows = module._apply_gate(_linear(module, rows, "gate_up_proj", top_k_index))  # type: ignore[operator]

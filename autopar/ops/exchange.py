@@ -27,8 +27,8 @@ def _counts(index: Tensor, experts: int, n: int) -> Tensor:
 
 
 def _own(index: Tensor, coordinate: Tensor, experts: int, n: int) -> tuple[Tensor, Tensor]:
-    """The rows of this rank's tokens [n, experts / n] by the rank that has the experts, and those of this rank's experts
-    [n, experts / n] by the rank that has the tokens."""
+    """The rows of this rank's tokens [n, experts / n] by the rank that has the experts, and those of this rank's
+    experts [n, experts / n] by the rank that has the tokens."""
     if experts % n or index.shape[0] % n or coordinate.shape != (1,):
         raise ValueError(
             f"{n} ranks exchange rows of {experts} experts and {index.shape[0]} tokens, with a coordinate of shape "

@@ -52,8 +52,8 @@ def describe_layers(captured: Captured, operators: Operators, assignment: Assign
 
     A layer is a child of a block ("model.layers.*.mlp", all blocks together), or a module outside of the blocks. Its
     splits are ordered by the mesh; axes of degree 1 split nothing. The words are batch, sequence, heads, head features,
-    ffn, hidden, vocabulary and experts; else output features and input features of a parameter, inner dim of a product without
-    one, and rows. Layers are in the order of the graph.
+    ffn, hidden, vocabulary and experts; else output features and input features of a parameter, inner dim of a product
+    without one, and rows. Layers are in the order of the graph.
     """
     words = _words(captured, operators)
     modules: dict[str, dict[str, None]] = {}
