@@ -332,16 +332,24 @@ def bytes_of(pattern: str, text: str) -> int:
     *(pytest.param(d, marks=pytest.mark.slow)
       for d in ({"tp": 1, "zero": 0}, {"tp": 1}, {"dp": 2, "tp": 2, "zero": 3})),
 ], ids=str)  # fmt: skip
-def test_model_that_does_not_fit(degrees: dict[str, int]) -> None:
+@pytest.mark.parametrize(("model", "batch", "limit"), [
+    pytest.param(models.mlp, X, 1000, id="mlp"),
+    pytest.param(lambda: models.llama(num_hidden_layers=1), TOKENS, 10_000, id="llama", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_model_that_does_not_fit(
+    model: Callable[[], nn.Module], batch: Any, limit: int, degrees: dict[str, int]
+) -> None:
     """The bytes that the error asks for are enough, the bytes missing are the difference, and the plan that it names is
     one that comes out; with one byte less nothing comes out that needs more."""
-    limit = 10_000
-    error = raised(InfeasibleError, lambda: plan(hints=Hints(memory_limit=limit, **degrees), example_inputs=TOKENS))
+    def made(**hints: Any) -> autopar.Plan:
+        return plan(model(), hints=Hints(**hints), example_inputs=batch)
+
+    error = raised(InfeasibleError, lambda: made(memory_limit=limit, **degrees))
     check(error, what="no plan fits", expected=f"at most {limit} bytes a device .*memory_limit", found="too many")
     needed = bytes_of(r"raise the limit to (\d+) bytes", error.change)
     missing = bytes_of(r"(\d+) bytes .* too many", error.found)
     assert needed == limit + missing
-    fitting = plan(hints=Hints(memory_limit=needed, **degrees), example_inputs=TOKENS)
+    fitting = made(memory_limit=needed, **degrees)
     assert fitting.peak_memory <= needed
     named = re.search(r"smallest plan that the hints allow is ((?:\w+=\d+, )*\w+=\d+) with (\d+) bytes", error.found)
     assert named is not None
@@ -349,10 +357,9 @@ def test_model_that_does_not_fit(degrees: dict[str, int]) -> None:
     axes = {axis: int(n) for axis, n in re.findall(r"(\w+)=(\d+)", named[1])}
     assert {"dp", "tp"} <= axes.keys()
     as_named: dict[str, int] = {**degrees, **axes, "memory_limit": needed}
-    plan(hints=Hints(**as_named), example_inputs=TOKENS)
-    less = Hints(memory_limit=needed - 1, **degrees)
+    assert made(**as_named).peak_memory <= needed
     try:  # a plan that keeps more may have a lower peak
-        assert plan(hints=less, example_inputs=TOKENS).peak_memory < needed
+        assert made(**{**degrees, "memory_limit": needed - 1}).peak_memory < needed
     except InfeasibleError as failed:
         assert bytes_of(r"(\d+) bytes .* too many", failed.found) == 1
 
