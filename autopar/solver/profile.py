@@ -236,9 +236,17 @@ class Replica:
         seconds = self.prices.work_seconds(work) / micro_batches if work else np.zeros(0)
         return calls.by_unit(seconds, len(self.row), 3)
 
-    @functools.cache  # noqa: B019  as short-lived as the search
     def profile(self, samples: int) -> Profile:
         """What the units cost in micro-batches of ``samples``."""
+        if samples not in self._profiles:
+            self._profiles[samples] = self._profile(samples)
+        return self._profiles[samples]
+
+    @functools.cached_property
+    def _profiles(self) -> dict[int, Profile]:
+        return {}
+
+    def _profile(self, samples: int) -> Profile:
         parts = self.batch // samples
         forward, inputs, weights = self._worked(self._calls[""], parts, MODES[0])
         moved = self._moved(self._issued[""], parts)
