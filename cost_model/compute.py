@@ -61,11 +61,11 @@ class Work:
     m: float = 0.0
     n: float = 0.0
     k: float = 0.0
-    aligned: bool = True
     causal: bool = False
     backward: bool = False
     kernels: int = 1
     times: int = 1
+    aligned: bool = True
 
 
 TILE_SYMBOLS = sympy.symbols("B M N K t u c S P e k a", positive=True)

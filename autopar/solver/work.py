@@ -59,8 +59,9 @@ def local_work(
         batch, m, n, k = _product(op, operators, mesh, strategy, times, flops)
         aligned = _is_aligned(op, mesh, strategy)
         return Work(
-            flops, moved, _computed_in(op, dtype), "matmul", batch, m, n, k, aligned, kernels=kernels, times=times
-        )
+            flops, moved, _computed_in(op, dtype), "matmul", batch, m, n, k, kernels=kernels, times=times,
+            aligned=aligned,
+        )  # fmt: skip
     return Work(flops, moved, dtype, kernels=kernels, times=times)
 
 
