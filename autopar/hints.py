@@ -371,11 +371,13 @@ def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
         )
     if world_size % product:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        names, many = " x ".join(given), len(given) > 1
+        subject = f"The hints {_given(hints)} do" if many else f"The hint {_given(hints)} does"
         raise HintError(
-            f"The hint {_given(hints)} does not divide a cluster of {world_size} ranks.",
-            expected=f"one of {', '.join(map(str, divisors))}",
-            found=_given(hints),
-            change="choose a degree that divides the number of ranks",
+            f"{subject} not divide a cluster of {world_size} ranks.",
+            expected=f"{names}, one of {', '.join(map(str, divisors))}",
+            found=f"{names} = {product}",
+            change="correct one of them or leave it out" if many else "choose a degree that divides the number of ranks",
         )
     rest = [axis for axis in DEGREES if axis not in given]
     if len(rest) == 1 or world_size == product:
