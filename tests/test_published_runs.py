@@ -18,6 +18,7 @@ RUNS = BENCHMARKS / "data" / "published_runs.csv"
 sys.path.insert(0, str(BENCHMARKS))
 
 import published_runs  # noqa: E402
+import published_search  # noqa: E402
 from published import fit, score  # noqa: E402
 from published.clusters import cluster_of, network_gbs  # noqa: E402
 from published.families import family_of  # noqa: E402
@@ -244,6 +245,19 @@ def test_what_a_source_leaves_open_is_tried(rows: dict[str, Row]) -> None:
     assert all(c.dp * c.tp * c.pp == 32 for c in found)
     assert rows["nemo-062"].global_batch is None
     assert family_of(rows["nemo-062"]).global_batch == 2048
+
+
+def test_mechanisms_are_named_with_the_families_that_have_them(rows: dict[str, Row]) -> None:
+    """A plan with ZeRO-3 and cp 2 where tp 8, pp 8 and interleaving were published: MosaicML has the one, dgxc the
+    other; a degree that nobody has is supported by nobody; what both plans have is no difference."""
+    published = published_search.traits_of_row(rows["korthikanti-2a"])
+    assert (published["tp"], published["pp"], published["schedule"], published["zero"]) == (8, 8, "interleaved", 0)
+    found = {**published, "zero": 3, "cp": 2, "pp": 7}
+    named = published_search.mechanisms(found, published, list(rows.values()))
+    assert named.keys() == {"zero = 3", "cp = 2", "pp = 7"}
+    assert "mosaicml-llm-foundry" in named["zero = 3"] and "nvidia-dgxc" in named["cp = 2"]
+    assert named["pp = 7"] == []
+    assert published_search.mechanisms(published, published, list(rows.values())) == {}
 
 
 def test_frameworks_keep_less_for_the_backward() -> None:
