@@ -377,7 +377,7 @@ def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
             f"{subject} not divide a cluster of {world_size} ranks.",
             expected=f"{names}, one of {', '.join(map(str, divisors))}",
             found=f"{names} = {product}",
-            change="correct one of them or leave it out" if many else "choose a degree that divides the number of ranks",
+            change="correct one or leave it out" if many else "choose a degree that divides the number of ranks",
         )
     rest = [axis for axis in DEGREES if axis not in given]
     if len(rest) == 1 or world_size == product:
