@@ -187,6 +187,15 @@ class Estimates:
         lean = self.estimator.estimate(replace(c, lean=True), frame.modes, frame.budget)
         return min(found, lean, key=lambda e: (e.memory > frame.budget, e.seconds))
 
+    def again(self, e: Estimate, budget: float) -> Estimate | None:
+        """The same candidate with more recomputation, the fastest that needs at most ``budget``: a few blocks made
+        again whole, or the cheap operators of all; None if there is none."""
+        modes = self.frame.modes
+        ways = [modes[:1] + modes[i:] for i in range(1, len(modes))]
+        found = [self.estimator.estimate(e.candidate, way, budget) for way in ways]
+        fits = [other for other in found if other.memory <= budget and other.recompute != e.recompute]
+        return min(fits, key=lambda other: other.seconds, default=None)
+
     def _can_fit(self, c: Candidate) -> bool:
         """Whether the state of the parameters alone leaves a chance: the fullest rank has at least the average."""
         d = c.degrees
@@ -276,8 +285,8 @@ class Solver:
         return min(self.found, key=key)
 
     def _first_that_fits(self, group: Sequence[Estimate]) -> None:
-        """Solve the fastest of some candidates; where an estimate of memory was too low, the next that keeps less by
-        what was missing."""
+        """Solve the fastest of some candidates; where an estimate of memory was too low, the same with as much more
+        recomputation as keeps less by what was missing, and then the next that does."""
         limit, tries = self.frame.budget, 0
         for e in group:
             if e.memory > limit or tries == TRIES or self._late() or not self._worth(e):
@@ -287,6 +296,9 @@ class Solver:
             if short <= 0:
                 return
             limit = min(limit, e.memory - short)
+            again = self.estimates.again(e, limit)
+            if again is not None and self._worth(again) and not self._late() and self.solve(again) <= 0:
+                return
 
     def _late(self) -> bool:
         return bool(self.found) and time.monotonic() > self.deadline
