@@ -7,6 +7,7 @@ in stages and simulated. The fastest that fits wins.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import functools
 import itertools
@@ -285,20 +286,20 @@ class Solver:
         return min(self.found, key=key)
 
     def _first_that_fits(self, group: Sequence[Estimate]) -> None:
-        """Solve the fastest of some candidates; where an estimate of memory was too low, the same with as much more
-        recomputation as keeps less by what was missing, and then the next that does."""
-        limit, tries = self.frame.budget, 0
-        for e in group:
-            if e.memory > limit or tries == TRIES or self._late() or not self._worth(e):
+        """Solve the fastest of some candidates; where an estimate of memory was too low, the next that keeps less by
+        what was missing, which may be the same with more recomputation."""
+        limit, rest, tries = self.frame.budget, list(group), 0
+        while rest and tries < TRIES and not self._late():
+            e = rest.pop(0)
+            if e.memory > limit or not self._worth(e):
                 continue
             tries += 1
             short = self.solve(e)
             if short <= 0:
                 return
             limit = min(limit, e.memory - short)
-            again = self.estimates.again(e, limit)
-            if again is not None and self._worth(again) and not self._late() and self.solve(again) <= 0:
-                return
+            if (again := self.estimates.again(e, limit)) is not None:
+                bisect.insort(rest, again, key=self._corrected)
 
     def _late(self) -> bool:
         return bool(self.found) and time.monotonic() > self.deadline

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 UNDEFINED = (
     aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default
 )
-ROUTED = MAKE_ROWS | TAKE_ROWS  # in test_experts.py
+ROUTED = MAKE_ROWS | TAKE_ROWS  # in test_expert_rules.py
 NOTHING_TO_SPLIT = (aten.all.default, aten.any.default, aten.prod.default, aten.scalar_tensor.default)
 
 
