@@ -146,8 +146,8 @@ def verify(
 
     With a plan, its decisions are carried to ``model`` by parameter and block, every degree shrunk to at most 2 (with
     hybrid ZeRO dp to 4, two groups of two); with a cluster, the model is planned for it and all its ranks are
-    simulated. ``example_inputs`` is a real batch; without it
-    a random one is made for transformers language models. Raises what `plan` raises.
+    simulated. ``example_inputs`` is a real batch; without it a random one is made for transformers language models.
+    Raises what `plan` raises.
     """
     check_arguments(model, plan_or_cluster=plan_or_cluster, workload=workload, hints=hints)
     if steps < 1:

@@ -152,11 +152,12 @@ def measure(configuration: Configuration) -> Measured:
     )
 
 
-def _in_fresh_process(configuration: Configuration) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", __file__, "--one", configuration.text]
+def in_fresh_process(script: str, text: str) -> dict[str, Any]:
+    """What ``script --one text`` prints last, as JSON."""
+    command = [sys.executable, "-W", "ignore", script, "--one", text]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{configuration.text} failed:\n{done.stderr}")
+        raise RuntimeError(f"{text} failed:\n{done.stderr}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -190,7 +191,7 @@ def main() -> None:
     wanted = dict.fromkeys((*CONFIGURATIONS, *(Configuration(n, (4, 8)) for n in SERIES)))
     rows = []
     for configuration in wanted:
-        rows.append(_in_fresh_process(configuration))
+        rows.append(in_fresh_process(__file__, configuration.text))
         print(_line(rows[-1]), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

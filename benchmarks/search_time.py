@@ -19,14 +19,14 @@ import importlib.util
 import json
 import os
 import resource
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from plan_time import in_fresh_process
 
 SEQUENCE, PER_HOST = 8192, 8
 #: What a search of the four cases may take, in seconds on two cores.
@@ -134,15 +134,6 @@ def measure(case: Case) -> Measured:
     )
 
 
-def _in_fresh_process(case: Case) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", __file__, "--one", case.text]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{case.text} failed:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def _line(row: dict[str, Any]) -> str:
     degrees = " ".join(f"{axis} {n}" for axis, n in row["degrees"].items() if n > 1)
     pipeline = f", {row['schedule']}" if row["schedule"] else ""
@@ -160,7 +151,7 @@ def run(name: str) -> list[dict[str, Any]]:
     print(f"\n{name}\n\n| " + " | ".join(COLUMNS) + " |\n" + "| --- " * len(COLUMNS) + "|")
     rows = []
     for case in SERIES[name]:
-        rows.append(_in_fresh_process(case))
+        rows.append(in_fresh_process(__file__, case.text))
         print(_line(rows[-1]), flush=True)
     if name == "cases":
         within = sum(row["processor"] <= TARGET for row in rows)

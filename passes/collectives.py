@@ -6,6 +6,7 @@ is the same on every rank and on every machine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,9 +87,9 @@ def emit_exchange(
     [1]; ``index`` that of all tokens of the group; ``first`` the first of the group's experts, None for 0."""
     n, to_experts = mesh.degree(step.axis), step.target == 0
     experts = (step.before if to_experts else step.after).local_shape(mesh, shape)[0]
+    mean = math.prod(step.before.local_shape(mesh, shape)[:2]) // n
     own = index if first is None else emit(aten.sub.Tensor, index, first)
     call = (own, coordinate, experts, n, to_experts)
-    mean = step.before.local_numel(mesh, shape[:2]) // n
     sizes = emit(torch.ops.autopar.exchange_sizes.default, *call)
     sent, received = (emit(piece_sizes, sizes, which, mean) for which in (0, 1))
     packed = emit(torch.ops.autopar.exchange_pack.default, rows, *call)

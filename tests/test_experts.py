@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_compile import cut
 from test_distributed import ROOT, assert_all_ok, torchrun
-from torch import nn
+from torch import fx, nn
 from zoo import MIXTURES, Architecture
 
 import autopar
+from autopar.capture.routed import mark_routed
 from autopar.errors import CaptureError, MicroBatchError
 from autopar.ops.experts import MAKE_ROWS, TAKE_ROWS
 from autopar.report.describe import describe_layers
@@ -19,6 +21,8 @@ from autopar.runtime.verify import compare
 from autopar.sharding.rule import layouts
 from autopar.specialize import specialize
 
+INDEX = torch.tensor([[0, 1]] * 8)
+dispatch = torch.ops.autopar.dispatch.default
 PLANS: dict[str, tuple[int, autopar.Hints]] = {
     "tp2": (2, autopar.Hints(tp=2, pp=1)),
     "tp4": (4, autopar.Hints(tp=4, pp=1)),
@@ -113,6 +117,30 @@ def special_layers(special: Any) -> Any:
     return describe_layers(special.captured, special.operators, special.assignment)
 
 
+def test_rows_of_two_routers_are_refused() -> None:
+    """As many rows, and each in an order of its own: to add them up would give a wrong number and no error."""
+    graph = fx.Graph()
+    x, first, second = (graph.placeholder(name) for name in ("x", "first", "second"))
+    for node, val in ((x, torch.zeros(8, 4)), (first, INDEX), (second, INDEX)):
+        node.meta["val"] = val
+    rows = [graph.call_function(dispatch, (x, index, None, 4, 2)) for index in (first, second)]
+    graph.output((graph.call_function(torch.ops.aten.add.Tensor, tuple(rows)),))
+    with pytest.raises(CaptureError) as caught:
+        mark_routed(graph)
+    assert caught.value.found == "aten.add.Tensor of rows that two routers made"
+
+
+def test_rows_are_not_compiled() -> None:
+    """What Inductor is given has the same shapes in every step; what it leaves computes the same."""
+    special, _ = verified(*MIXTURES[2].make(torch.float64), *PLANS["tp4"])
+    for module in (special.program.forward, special.program.backward):
+        outer, segments = cut(module.graph)
+        inside = {node.target for segment in segments for node in segment.graph.nodes}
+        assert not inside & (MAKE_ROWS | TAKE_ROWS) and torch.ops.aten.silu.default not in inside
+        assert len(segments) > 2
+        assert {n.target for n in outer.nodes} & MAKE_ROWS
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_experts_on_real_processes(processes: int) -> None:
@@ -139,10 +167,18 @@ class _Counting(nn.Module):
         return rows - rows.mean(dim=(0, 1), keepdim=True)
 
 
-def test_what_depends_on_the_number_of_rows_is_refused() -> None:
+class _ByExpert(nn.Module):
+    """Scales what is declared as [E, C, F] by expert; real rows have no dim of experts."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * torch.arange(rows.shape[0], dtype=rows.dtype)[:, None, None]
+
+
+@pytest.mark.parametrize("gate", [_Counting, _ByExpert])
+def test_what_depends_on_the_number_of_rows_is_refused(gate: type[nn.Module]) -> None:
     model, batch = MIXTURES[0].make()
     for block in model.model.layers:
-        block.mlp.experts.act_fn = _Counting()
+        block.mlp.experts.act_fn = gate()
     with pytest.raises(CaptureError, match="rows of its experts that depends on how many there are"):
         autopar.plan(model, "cpu:2", example_inputs=batch)
 

@@ -30,20 +30,19 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     tokens, top_k = top_k_index.shape
     group = group_of(tokens, top_k, experts)
     rows = dispatch(hidden_states, top_k_index, None, experts, group)
-    if module.has_gate:
+    if getattr(module, "has_gate", True):  # transformers 5.0 has not all of these attributes
         rows = module._apply_gate(_linear(module, rows, "gate_up_proj", top_k_index))  # type: ignore[operator]
     else:
         rows = module.act_fn(_linear(module, rows, "up_proj", top_k_index))  # type: ignore[operator]
     rows = _linear(module, rows, "down_proj", top_k_index)
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)  # type: ignore[operator]
     return combine(rows, top_k_index, top_k_weights.to(rows.dtype), experts, group).to(hidden_states.dtype)
 
 
 def select(model: nn.Module) -> None:
-    """Switch a transformers model to our experts, where it has experts that use the registry."""
-    if not model._can_set_experts_implementation():  # type: ignore[operator]
-        return
+    """Switch a transformers model, and the models inside it, to our experts, where they have some that use the
+    registry."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)

@@ -15,31 +15,51 @@ aten = torch.ops.aten
 
 #: Besides pointwise operators: those that look at the last dim alone, given the dim's place among their arguments.
 _ALONG = {aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.cat.default: 1, aten.slice.Tensor: 1}
-_POINTWISE = frozenset({aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default})
+_SAME = frozenset({aten.clone.default, aten.detach.default, aten.alias.default})
+_POINTWISE = _SAME | {aten._to_copy.default}
 
 
 def mark_routed(graph: fx.Graph) -> None:
     """Note in ``meta`` which nodes are rows of experts.
 
-    Rows are declared with a mean shape, so an operator that is given a size of their first two dims, or that depends on
-    how many there are, would be wrong: those raise CaptureError.
+    Rows are declared with a mean shape, so an operator that is given a size of their first two dims, that depends on
+    how many there are, or that combines them with something by expert or with rows of another router, would be wrong:
+    those raise CaptureError.
     """
-    rows: set[fx.Node] = set()
+    rows: dict[fx.Node, fx.Node] = {}  # with the index by which they were made
     for node in graph.nodes:
-        if node.target in MAKE_ROWS:
-            rows.add(node)
-        elif node.target not in TAKE_ROWS and any(arg in rows for arg in node.all_input_nodes):
-            if node.op == "output" or not _keeps(node):
-                raise CaptureError(
-                    f"{node.meta.get('module') or 'the model'} does something to the rows of its experts that depends "
-                    "on how many there are",
-                    expected="pointwise operators, and splits of the last dim, between the products of the experts",
-                    found=str(node.target),
-                    change="give the experts another activation or gate: this one cannot be captured yet",
-                )
-            rows.add(node)
+        given = [arg for arg in node.all_input_nodes if arg in rows]
+        routers = {rows[arg] for arg in given}
+        if node.target in MAKE_ROWS | TAKE_ROWS:
+            routers.add(_index(node))
+        elif given:
+            others = [arg for arg in node.all_input_nodes if arg not in rows]
+            if node.op == "output" or not _keeps(node) or not all(map(_fits, others)):
+                raise _refused(node, str(node.target))
+        if len(routers) > 1:
+            raise _refused(node, f"{node.target} of rows that two routers made")
+        if routers and node.target not in TAKE_ROWS:
+            (rows[node],) = routers
     for node in rows:
         node.meta[ROUTED] = True
+
+
+def _refused(node: fx.Node, found: str) -> CaptureError:
+    return CaptureError(
+        f"{node.meta.get('module') or 'the model'} does something to the rows of its experts that depends on how many "
+        "there are, or on which",
+        expected="pointwise operators, and splits of the last dim, between the products of the experts",
+        found=found,
+        change="give the experts another activation or gate: this one cannot be captured yet",
+    )
+
+
+def _index(node: fx.Node) -> fx.Node:
+    """The index of an operator on rows: its one operand of integers; the same tensor for forward and backward."""
+    index = next(arg for arg in node.all_input_nodes if not arg.meta["val"].dtype.is_floating_point)
+    while index.target in _SAME:
+        index = index.all_input_nodes[0]
+    return index
 
 
 def _keeps(node: fx.Node) -> bool:
@@ -52,3 +72,8 @@ def _keeps(node: fx.Node) -> bool:
     place = _ALONG[target]
     dim = node.args[place] if len(node.args) > place else 0
     return isinstance(dim, int) and dim in (2, -1)
+
+
+def _fits(other: fx.Node) -> bool:
+    """Whether a tensor is the same for all rows that it is combined with."""
+    return all(size == 1 for size in other.meta["val"].shape[:-1])

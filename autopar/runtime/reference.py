@@ -60,6 +60,7 @@ class Run:
 
 def _written_out(rows: Tensor, weight: Tensor, *, offs: Tensor, **defaults: None) -> Tensor:
     """torch's grouped product of rows [P, I], sorted by expert, and weights [E, I, O], which it has not in float64."""
+    assert not any(value is not None for value in defaults.values()), defaults
     pieces = torch.tensor_split(rows, offs[:-1].cpu().long())
     return torch.cat([x @ w for x, w in zip(pieces, weight, strict=True)])
 

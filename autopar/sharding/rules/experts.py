@@ -7,135 +7,104 @@ its experts, and what is combined from them is a partial sum; split by tokens, t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import autopar.ops.experts  # noqa: F401  defines the operators
-from autopar.sharding.layout import Layout
 from autopar.sharding.rule import Arg, Local, OpCall, Rule, rule
 from autopar.sharding.rules.common import aten, linear_args, once, start_of
 from autopar.sharding.rules.registry import register
 
 
-def _localized(local: Local, rows: Layout, shape: tuple[int, ...], index: int, **replaced: Any) -> Any:
-    """The operator with the index of experts counted from this rank's first one: those of others are then outside.
-    ``rows`` is the layout of a tensor of ``shape`` whose dim 0 are the experts, ``index`` the place of the argument."""
-    if not rows.dims[0]:
+def _rule(
+    call: OpCall,
+    annotation: str,
+    *,
+    index: int,
+    experts: int | None = None,
+    added: int | None = None,
+    reduced: Sequence[str] = (),
+    linear: Sequence[Sequence[int]] = (),
+) -> Rule:
+    """The rule of an operator whose argument ``index`` has the experts that tokens go to, and whose argument
+    ``experts``, if it has one, how many there are. A rank that has some of the experts counts from its first one: the
+    index of others is then outside. Argument ``added`` counts once in a sum over ranks; ``linear`` are places of
+    arguments, as in `linear_args`."""
+    terms = [term.split() for term in annotation.replace("->", ",").split(",")]
+    at = next(i for i, term in enumerate(terms) if term[0] == "e")
+
+    def localize(local: Local) -> Any:
+        layouts, specs = (*local.operand_layouts, *local.result_layouts), (*call.operands, *call.results)
+        layout, shape = layouts[at], specs[at].shape
+        replaced: dict[str, Any] = {}
+        if experts is not None:
+            replaced[f"arg{experts}"] = layout.local_shape(local.mesh, shape)[0]
+        if added is not None:
+            replaced[f"arg{added}"] = once(local, added)
+        if layout.dims[0]:
+            whole = local.substitute(call.args[index])
+            own = local.emit(aten.sub.Tensor, whole, start_of(local, layout, shape, 0))
+            replaced[f"arg{index}"] = own
         return local.default(**replaced)
-    found = local.substitute(local.call.args[index])
-    own = local.emit(aten.sub.Tensor, found, start_of(local, rows, shape, 0))
-    return local.default(**{f"arg{index}": own, **replaced})
+
+    return rule(
+        call,
+        annotation,
+        reduced=dict.fromkeys(reduced, "sum"),
+        fixed=("g",),
+        linear=linear_args(call, *linear),
+        localize=localize,
+    )
 
 
-def _weighted(call: OpCall) -> bool:
-    return isinstance(call.args[2], Arg)
+def _with_weights(call: OpCall, annotation: str) -> str:
+    """The annotation, of an operator that may be given weights [T, K] behind its second tensor."""
+    left, right = annotation.split(" -> ")
+    return f"{left}, (c g) _ -> {right}" if isinstance(call.args[2], Arg) else annotation
 
 
 @register(torch.ops.autopar.dispatch.default)
 def dispatch(call: OpCall) -> Rule:
-    shape = call.results[0].shape
-
-    def localize(local: Local) -> Any:
-        return _localized(local, local.result_layouts[0], shape, 1, arg3=local.result_shape()[0])
-
-    weights = ", (c g) _" if _weighted(call) else ""
-    return rule(
-        call,
-        f"(c g) h, (c g) _{weights} -> e c h",
-        fixed=("g",),
-        linear=linear_args(call, (0,)),
-        localize=localize,
-    )
+    """(x, index, weights, experts, group) -> rows"""
+    return _rule(call, _with_weights(call, "(c g) h, (c g) _ -> e c h"), index=1, experts=3, linear=[(0,)])
 
 
 @register(torch.ops.autopar.combine.default)
 def combine(call: OpCall) -> Rule:
-    def localize(local: Local) -> Any:
-        return _localized(local, local.operand_layouts[0], call.operands[0].shape, 1, arg3=local.operand_shape(0)[0])
-
-    weights = ", (c g) _" if _weighted(call) else ""
-    return rule(
-        call,
-        f"e c h, (c g) _{weights} -> (c g) h",
-        reduced={"e": "sum"},
-        fixed=("g",),
-        linear=linear_args(call, (0,)),
-        localize=localize,
-    )
+    """(rows, index, weights, experts, group) -> [T, H]"""
+    annotation = _with_weights(call, "e c h, (c g) _ -> (c g) h")
+    return _rule(call, annotation, index=1, experts=3, reduced="e", linear=[(0,)])
 
 
 @register(torch.ops.autopar.combine_weights_backward.default)
 def combine_weights_backward(call: OpCall) -> Rule:
-    def localize(local: Local) -> Any:
-        return _localized(local, local.operand_layouts[1], call.operands[1].shape, 2, arg3=local.operand_shape(1)[0])
-
-    return rule(
-        call,
-        "(c g) h, e c h, (c g) _ -> (c g) _",
-        reduced={"e": "sum", "h": "sum"},
-        fixed=("g",),
-        linear=linear_args(call, (0,), (1,)),
-        localize=localize,
-    )
+    """(grad, rows, index, experts, group) -> [T, K]"""
+    annotation = "(c g) h, e c h, (c g) _ -> (c g) _"
+    return _rule(call, annotation, index=2, experts=3, reduced="eh", linear=[(0,), (1,)])
 
 
 @register(torch.ops.autopar.grouped_mm.default)
 def grouped_mm(call: OpCall) -> Rule:
-    return rule(
-        call,
-        "e c i, e i o, (c g) _ -> e c o",
-        reduced={"i": "sum"},
-        fixed=("g",),
-        linear=linear_args(call, (0,), (1,)),
-        localize=lambda local: _localized(local, local.operand_layouts[1], call.operands[1].shape, 2),
-    )
+    """(rows, weight, index) -> rows"""
+    return _rule(call, "e c i, e i o, (c g) _ -> e c o", index=2, reduced="i", linear=[(0,), (1,)])
 
 
 @register(torch.ops.autopar.grouped_outer.default)
 def grouped_outer(call: OpCall) -> Rule:
-    shape = call.results[0].shape
-
-    def localize(local: Local) -> Any:
-        return _localized(local, local.result_layouts[0], shape, 2, arg3=local.result_shape()[0])
-
-    return rule(
-        call,
-        "e c i, e c o, (c g) _ -> e i o",
-        reduced={"c": "sum"},
-        fixed=("g",),
-        linear=linear_args(call, (0,), (1,)),
-        localize=localize,
-    )
+    """(rows, rows, index, experts) -> [E, I, O]"""
+    annotation = "e c i, e c o, (c g) _ -> e i o"
+    return _rule(call, annotation, index=2, experts=3, reduced="c", linear=[(0,), (1,)])
 
 
 @register(torch.ops.autopar.grouped_bias.default)
 def grouped_bias(call: OpCall) -> Rule:
-    def localize(local: Local) -> Any:
-        layout, shape = local.operand_layouts[1], call.operands[1].shape
-        return _localized(local, layout, shape, 2, arg1=once(local, 1))
-
-    return rule(
-        call,
-        "e c o, e o, (c g) _ -> e c o",
-        fixed=("g",),
-        linear=linear_args(call, (0, 1)),
-        localize=localize,
-    )
+    """(rows, bias, index) -> rows"""
+    return _rule(call, "e c o, e o, (c g) _ -> e c o", index=2, added=1, linear=[(0, 1)])
 
 
 @register(torch.ops.autopar.grouped_sum.default)
 def grouped_sum(call: OpCall) -> Rule:
-    shape = call.results[0].shape
-
-    def localize(local: Local) -> Any:
-        return _localized(local, local.result_layouts[0], shape, 1, arg2=local.result_shape()[0])
-
-    return rule(
-        call,
-        "e c o, (c g) _ -> e o",
-        reduced={"c": "sum"},
-        fixed=("g",),
-        linear=linear_args(call, (0,)),
-        localize=localize,
-    )
+    """(rows, index, experts) -> [E, O]"""
+    return _rule(call, "e c o, (c g) _ -> e o", index=1, experts=2, reduced="c", linear=[(0,)])
