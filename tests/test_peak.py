@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from dist.small_models import llama, tokens
+from emitted_peaks import with_peak
+from liveness import life
 from torch import fx
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import autopar
 from autopar import Hints
-from autopar.cost_model.liveness import life
 from autopar.errors import InfeasibleError
-from autopar.peak import with_peak
 from autopar.specialize import capture_batch
 
 aten = torch.ops.aten

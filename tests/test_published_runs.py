@@ -40,7 +40,7 @@ from autopar.sharding.assignment import Assignment  # noqa: E402
 from autopar.sharding.axes import make_mesh  # noqa: E402
 from autopar.sharding.operators import Operators  # noqa: E402
 from autopar.sharding.recompute import kept, made_again  # noqa: E402
-from autopar.solver.peaks import peak_of  # noqa: E402
+from autopar.solver.peaks import peaks_of  # noqa: E402
 from autopar.solver.setting import Setting, keepings  # noqa: E402
 from autopar.solver.space import Pins, Space, build_space  # noqa: E402
 from autopar.solver.spmd import read  # noqa: E402
@@ -268,7 +268,7 @@ def test_frameworks_keep_less_for_the_backward() -> None:
     keep = keepings(captured, assignment, setting.zero)
     held = kept(operators, assignment, made_again(operators, "none"))
     emitted, eager, fused = (
-        peak_of(setting, assignment, held, keep, 4),
+        *peaks_of(setting, assignment, held, keep, 4),
         *(framework_peak(setting, assignment, keep, 4, None, f, sequence_parallel=False) for f in (False, True)),
     )
     assert sum(eager.values()) == pytest.approx(sum(emitted.values()), rel=1e-3)

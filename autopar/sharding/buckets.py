@@ -15,14 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 
 from autopar.sharding.assignment import Transfer
 from autopar.sharding.layout import MICRO_BATCH, Mesh
-from autopar.sharding.operators import Operators, Value, value_of
+from autopar.sharding.operators import Operators, Value, of_graph, value_of
 from autopar.sharding.redistribute import LOCAL, Step, whole_elements
 
 #: DDP's ``bucket_cap_mb``. What lies in no block is gathered in buckets of that size too.
@@ -151,21 +150,16 @@ def numerator(operators: Operators, value: Value) -> Value | None:
     return op.operands[0] if not any(operators.specs[operand].shape for operand in op.operands) else None
 
 
-#: What `_levels` has found already: every mesh of a search asks.
-_LEVELS: WeakKeyDictionary[Operators, dict[Value, int]] = WeakKeyDictionary()
-
-
+@of_graph
 def _levels(operators: Operators) -> dict[Value, int]:
     """Of how many numbers, made one of the other, every value is made at most; numbers of one level depend on none of
     the others. Constants are no such numbers, and made of none."""
-    if operators not in _LEVELS:
-        found: dict[Value, int] = {}
-        for op in operators:
-            levels = [found[o] + (not operators.specs[o].shape) for o in op.operands if o in found]
-            if op.operands:
-                found.update({Value(op.node, i): max(levels, default=0) for i in range(len(op.call.results))})
-        _LEVELS[operators] = found
-    return _LEVELS[operators]
+    found: dict[Value, int] = {}
+    for op in operators:
+        levels = [found[o] + (not operators.specs[o].shape) for o in op.operands if o in found]
+        if op.operands:
+            found.update({Value(op.node, i): max(levels, default=0) for i in range(len(op.call.results))})
+    return found
 
 
 def is_known_early(operators: Operators, number: Value) -> bool:

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,7 @@ from autopar.sharding.rules import replicated_rule, rule_for
 from autopar.sharding.rules.attention import ATTENTION, HEADS, POSITIONS
 
 aten = torch.ops.aten
+Asked = ParamSpec("Asked")
 Found = TypeVar("Found")
 
 #: Operators whose result shares the storage of their first operand: no time, no memory of their own.
@@ -135,16 +136,19 @@ class Operators:
         return value
 
 
-def of_graph(find: Callable[[Operators], Found]) -> Callable[[Operators], Found]:
-    """A function of nothing but operators, whose answers are kept as long as they: every mesh of a search asks. What
-    it returns is not to be changed."""
-    known: WeakKeyDictionary[Operators, Found] = WeakKeyDictionary()
+def of_graph(find: Callable[Asked, Found]) -> Callable[Asked, Found]:
+    """A function of a graph, whose answers are kept as long as the operators that it is given: every mesh of a search
+    asks. What it is given behind them tells its answers apart, what stands before them belongs to the graph; all by
+    position. What it returns is not to be changed."""
+    known: WeakKeyDictionary[Operators, dict[tuple[object, ...], Found]] = WeakKeyDictionary()
 
     @functools.wraps(find)
-    def found(operators: Operators) -> Found:
-        if operators not in known:
-            known[operators] = find(operators)
-        return known[operators]
+    def found(*args: Asked.args, **kwargs: Asked.kwargs) -> Found:
+        place, operators = next((i, arg) for i, arg in enumerate(args) if isinstance(arg, Operators))
+        answers, asked = known.setdefault(operators, {}), args[place + 1 :]
+        if asked not in answers:
+            answers[asked] = find(*args, **kwargs)
+        return answers[asked]
 
     return found
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 from torch import fx
 
@@ -79,19 +78,9 @@ def _is_cheap(op: Operator) -> bool:
     return not op.is_heavy or getattr(op.call.target, "name", lambda: "")() in _CHEAP_PRODUCTS
 
 
-#: What `made_again` has found already: every mesh of a search asks.
-_KNOWN: WeakKeyDictionary[Operators, dict[str, MadeAgain]] = WeakKeyDictionary()
-
-
+@of_graph
 def made_again(operators: Operators, mode: str) -> MadeAgain:
     """What ``mode`` (see the module) makes again. More blocks than there are means all of them."""
-    known = _KNOWN.setdefault(operators, {})
-    if mode not in known:
-        known[mode] = _made_again(operators, mode)
-    return known[mode]
-
-
-def _made_again(operators: Operators, mode: str) -> MadeAgain:
     blocks = frozenset(forward_blocks(operators)[: blocks_made_again(mode)])
     leaving = _leaving(operators)
 

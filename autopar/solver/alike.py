@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 from torch import fx
 
 from autopar.capture.blocks import block_path
 from autopar.capture.graph import Captured
 from autopar.sharding.assignment import AliasKey
-from autopar.sharding.operators import Operator, Operators, Value
+from autopar.sharding.operators import Operator, Operators, Value, of_graph
 
 _Readers = dict[AliasKey, list[tuple[fx.Node, int]]]
 
@@ -30,16 +29,11 @@ class Alike:
     kinds: list[tuple[Operator, int]]
 
 
-_KNOWN: WeakKeyDictionary[Operators, Alike] = WeakKeyDictionary()
-
-
+@of_graph
 def alike(captured: Captured, operators: Operators) -> Alike:
     """What is alike among the operators of a captured graph."""
-    found = _KNOWN.get(operators)
-    if found is None:
-        first, readers = _first(captured, operators), _readers(operators)
-        found = _KNOWN[operators] = Alike(first, readers, _kinds(operators, first, readers))
-    return found
+    first, readers = _first(captured, operators), _readers(operators)
+    return Alike(first, readers, _kinds(operators, first, readers))
 
 
 def _first(captured: Captured, operators: Operators) -> dict[fx.Node, fx.Node]:

@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 import networkx as nx
 import torch
 from torch import fx
 
-from autopar.sharding.operators import Operator, Operators, Value, value_of
+from autopar.sharding.operators import Operator, Operators, Value, of_graph, value_of
 from autopar.sharding.recompute import MadeAgain
 
 aten = torch.ops.aten
@@ -64,19 +63,9 @@ class Fusion:
     kernels: dict[fx.Node, int] = field(default_factory=dict)
 
 
-#: What `fusion_of` has found already, by what is made again: every mesh of a search asks.
-_KNOWN: WeakKeyDictionary[Operators, dict[MadeAgain, Fusion]] = WeakKeyDictionary()
-
-
+@of_graph
 def fusion_of(operators: Operators, again: MadeAgain) -> Fusion:
     """The kernels of a compiled graph. What the backward makes ``again`` is not written for it."""
-    known = _KNOWN.setdefault(operators, {})
-    if again not in known:
-        known[again] = _fusion_of(operators, again)
-    return known[again]
-
-
-def _fusion_of(operators: Operators, again: MadeAgain) -> Fusion:
     groups = _groups(operators)
     found = Fusion()
     seen: dict[tuple[int, Value], int] = defaultdict(int)

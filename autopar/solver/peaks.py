@@ -1,25 +1,23 @@
 """The fullest moment of a training step, by the life of every tensor of a program that is not emitted.
 
-`peak_of` reads an assignment: what operators and redistributions of it would be emitted, in the order in which they
+`peaks_of` reads an assignment: what operators and redistributions of it would be emitted, in the order in which they
 would run, and when what they make is used for the last time (`solver.tape`, `solver.programs`). What rests between
-steps (parameters, optimizer state) is `memory.memory_of`'s. autopar/peak.py finds the same of emitted programs.
+steps (parameters, optimizer state) is `memory.memory_of`'s. tests/emitted_peaks.py finds the same of emitted programs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
 
 from autopar.cost_model.bubble import script
 from autopar.cost_model.hardware import Device
-from autopar.cost_model.liveness import TRANSIENTS
 from autopar.cost_model.memory import FRAGMENTATION
 from autopar.garbage import collecting_later
 from autopar.schedule import Step as ScheduleStep
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import MICRO_BATCH, Mesh
-from autopar.sharding.operators import Operators
+from autopar.sharding.operators import Operators, of_graph
 from autopar.sharding.recompute import Kept, blocks_made_again, forward_blocks, made_again
 from autopar.sharding.stages import homes
 from autopar.sharding.zero import Keeping
@@ -38,30 +36,16 @@ from autopar.solver.templates import Templates
 Moment = dict[str, int]
 
 ACTIVATIONS, GRADIENTS, COPIES = "activations", "gradients", "copies"
+#: What lives and dies within one direction.
+TRANSIENTS = "transients"
 #: What no tensor has: the device's context and its libraries' buffers, and gaps between what comes and goes.
 WORKSPACE, SLACK = "workspace", "slack"
 
-#: What operators become under strategies, of every graph that was asked for.
-_TEMPLATES: WeakKeyDictionary[Operators, Templates] = WeakKeyDictionary()
 
-
-def peak_of(
-    setting: Setting,
-    assignment: Assignment,
-    held: Kept,
-    keep: Mapping[str, Keeping],
-    micro_batches: int = 1,
-    pipeline: Pipeline | None = None,
-) -> dict[str, int]:
-    """Bytes a device by kind at the fullest moment of a step of so many ``micro_batches``, of a pipeline those of the
-    fullest rank: the kinds of `memory_of`, ``transients``, which live and die within one direction, and on devices that
-    have them ``workspace`` (`Device.context_bytes`) and the allocator's ``slack`` (`cost_model.memory.FRAGMENTATION`).
-
-    ``held`` is what the backward of ``assignment`` takes over (`sharding.recompute.kept`), ``keep`` how long copies and
-    gradients of parameters live (`setting.keepings`). Raises MicroBatchError where the model mixes samples.
-    """
-    ranks = peaks_of(setting, assignment, held, keep, micro_batches, pipeline)
-    return max(ranks, key=lambda kinds: sum(kinds.values()))
+@of_graph
+def _templates(operators: Operators) -> Templates:
+    """What operators become under strategies, written as it is asked for."""
+    return Templates()
 
 
 @collecting_later()
@@ -73,7 +57,14 @@ def peaks_of(
     micro_batches: int = 1,
     pipeline: Pipeline | None = None,
 ) -> tuple[dict[str, int], ...]:
-    """`peak_of` of every rank of the pipeline, of one rank without."""
+    """Bytes a device by kind at the fullest moment of a step of so many ``micro_batches``, of every rank of the
+    pipeline, of one rank without: the kinds of `memory_of`, ``transients``, which live and die within one direction,
+    and on devices that have them ``workspace`` (`Device.context_bytes`) and the allocator's ``slack``
+    (`cost_model.memory.FRAGMENTATION`).
+
+    ``held`` is what the backward of ``assignment`` takes over (`sharding.recompute.kept`), ``keep`` how long copies and
+    gradients of parameters live (`setting.keepings`). Raises MicroBatchError where the model mixes samples.
+    """
     if pipeline is not None:
         lives = stage_lives(setting, assignment, keep, micro_batches, pipeline)
         return of_ranks(setting, assignment, keep, micro_batches, pipeline, lives)
@@ -120,8 +111,7 @@ def _tape(
     if micro_batches > 1:
         split = split_inputs(captured)
         whole = in_micro_batches(short.captured, short.operators, whole, micro_batches, split, keeping)
-    templates = _TEMPLATES.setdefault(operators, Templates())
-    tape = write(short, whole, made_again(operators, setting.recompute), templates)
+    tape = write(short, whole, made_again(operators, setting.recompute), _templates(operators))
     keep(tape, {name: kept.copy for name, kept in keeping.items()})
     wanted = [i for i, o in enumerate(captured.outputs) if o.tangent is not None or o.buffer is not None]
     results = [tape.results[i] for i in wanted or range(len(captured.outputs))]

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import fx
@@ -360,19 +359,9 @@ def located(captured: Captured, operators: Operators, stages: Modules) -> dict[f
     return found
 
 
-#: What `of_one_gradient` has found already.
-_OF_ONE: WeakKeyDictionary[Operators, set[fx.Node]] = WeakKeyDictionary()
-
-
+@of_graph
 def of_one_gradient(captured: Captured, operators: Operators) -> set[fx.Node]:
-    """The operators of the backward that the gradient of only one parameter is made of: those of weights. Not to be
-    changed."""
-    if operators not in _OF_ONE:
-        _OF_ONE[operators] = _of_one_gradient(captured, operators)
-    return _OF_ONE[operators]
-
-
-def _of_one_gradient(captured: Captured, operators: Operators) -> set[fx.Node]:
+    """The operators of the backward that the gradient of only one parameter is made of: those of weights."""
     reach: dict[fx.Node, int] = defaultdict(int)
     for i, p in enumerate(captured.parameters):
         if p.gradient is not None:

@@ -49,7 +49,7 @@ def framework_peak(
     fused: bool,
     sequence_parallel: bool,
 ) -> dict[str, int]:
-    """Bytes a device by kind at the fullest moment of the fullest rank: the kinds of `peaks.peak_of`. Of ``fused``
+    """Bytes a device by kind at the fullest moment of the fullest rank: the kinds of `peaks.peaks_of`. Of ``fused``
     kernels what enters is kept; with ``sequence_parallel`` tp splits the tokens of what it does not split otherwise."""
     share = kept_share(setting.operators, assignment, setting.recompute, fused, sequence_parallel)
     if pipeline is not None:

@@ -18,9 +18,7 @@ from torch import Tensor, fx
 
 from autopar._compat import pytree, storage_key
 from autopar.sharding.buckets import is_overwritten
-
-#: What lives and dies within one graph.
-TRANSIENTS = "transients"
+from autopar.solver.peaks import TRANSIENTS
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from liveness import life
 from torch import Tensor, fx, nn
 
 from autopar._compat import storage_key
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
-from autopar.cost_model.liveness import TRANSIENTS, life
 from autopar.passes.partition import Program
 from autopar.passes.phases import Phase, Phases
 from autopar.passes.pipeline import Stage
@@ -26,7 +26,7 @@ from autopar.plan import Plan
 from autopar.runtime.program import Emitted, StepProgram
 from autopar.sharding.operators import Value
 from autopar.solver.carry import keepings
-from autopar.solver.peaks import ACTIVATIONS, COPIES, GRADIENTS, Moment, StageLife, fullest, of_ranks
+from autopar.solver.peaks import ACTIVATIONS, COPIES, GRADIENTS, TRANSIENTS, Moment, StageLife, fullest, of_ranks
 from autopar.solver.pipeline import Pipeline
 from autopar.solver.setting import Setting
 from autopar.specialize import specialize, specialize_step
