@@ -160,7 +160,7 @@ def told(plan: Plan, report: VerifyReport) -> dict[tuple[str, str], tuple[int, i
 ])  # fmt: skip
 def test_hybrid_zero_communicates_as_hsdp_does(zero: int, m: int) -> None:
     """dp 4 in groups of 2. Gathers and reduce-scatters over a group are those of ZeRO over 2 ranks, and the shards of
-    all gradients, half of their bytes, are all-reduced over the groups in one collective a step."""
+    all gradients, half of their bytes, are all-reduced over the groups once a step, in one collective a unit."""
     plan, report = verified("llama", 4, dp=4, tp=1, zero=zero, zero_group_size=2, micro_batch_size=SAMPLES // 4 // m)
     assert (plan.zero, plan.zero_group_size, plan.num_micro_batches) == (zero, 2, m)
     assert plan.mesh == Mesh((("dp_replicate", 2), ("dp", 2), ("tp", 1)))
@@ -171,7 +171,7 @@ def test_hybrid_zero_communicates_as_hsdp_does(zero: int, m: int) -> None:
     ran = told(plan, report)
     assert ran.pop(("all_gather", "dp")) == (gathers * UNITS, gathers * nbytes)
     assert ran.pop(("reduce_scatter", "dp")) == (scatters * UNITS, scatters * nbytes)
-    assert ran.pop(("all_reduce", "dp_replicate")) == (1, nbytes // 2)
+    assert ran.pop(("all_reduce", "dp_replicate")) == (UNITS, nbytes // 2)
     assert set(ran) == {("all_reduce", "dp_replicate+dp")}  # the loss, and how many tokens count
     assert ran["all_reduce", "dp_replicate+dp"][1] <= 64
 

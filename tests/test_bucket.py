@@ -34,6 +34,7 @@ from autopar.specialize import capture_batch, specialize
 
 LAYERS = 3
 ZERO3, ZERO3_TP, DDP = Hints(dp=4, zero=3), Hints(dp=2, tp=2, zero=3), Hints(dp=4, zero=0)
+HYBRID = Hints(dp=4, tp=1, zero=3, zero_group_size=2)
 
 
 @functools.cache
@@ -72,7 +73,9 @@ def wait_of(node: fx.Node) -> fx.Node:
     return wait
 
 
-@pytest.mark.parametrize("hints", [ZERO3_TP, *(pytest.param(h, marks=pytest.mark.slow) for h in (ZERO3, DDP))], ids=str)
+@pytest.mark.parametrize(
+    "hints", [ZERO3_TP, *(pytest.param(h, marks=pytest.mark.slow) for h in (ZERO3, DDP, HYBRID))], ids=str
+)
 def test_merged_and_moved_collectives_give_the_same_values(hints: Hints, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward of every rank, bit for bit, with fewer collectives. The loss, a quotient of reduced numbers
     instead of a reduced quotient, may be rounded otherwise."""
@@ -185,6 +188,32 @@ def test_reductions_start_early_and_are_waited_for_late() -> None:
     place = {node: i for i, node in enumerate(graph.nodes)}
     heavy = [place[n] for n in graph.nodes if n.target is aten.mm.default]
     assert all(place[wait_of(n)] > max(heavy) for n in calls(graph, "dp", "gradients"))
+
+
+@pytest.mark.parametrize("limit", [64, 2**30])
+def test_hybrid_zero_all_reduces_the_shards_of_a_block_behind_the_backward(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 on a mesh of two axes: every block and the root, whatever their size, are all-reduced across groups once,
+    half of their bytes, when their reduce-scatter is done. The third block's is done when the second has been computed,
+    so that the first is computed beside its all-reduce; after that there is nothing left to compute."""
+    model, _, special = sharded_llama(HYBRID)
+    monkeypatch.setattr(buckets_module, "BUCKET_BYTES", limit)
+    backward = partition(special.sharded).backward
+    assert backward is not None
+    place = {node: i for i, node in enumerate(backward.graph.nodes)}
+    heavy = [place[n] for n in backward.graph.nodes if n.target is aten.mm.default]
+    scatters, across = (calls(backward.graph, axis, "gradients") for axis in ("dp", "dp_replicate"))
+    in_blocks = [[n for n in found if piece_of(n).block is not None] for found in (scatters, across)]  # type: ignore[union-attr]
+    assert [piece_of(n).block for n in in_blocks[1]] == [f"model.layers.{i}" for i in reversed(range(LAYERS))]  # type: ignore[union-attr]
+    assert [n.target for n in across] == [ALL_REDUCE] * len(across)
+    assert len(across) - LAYERS == (1 if limit > 64 else 2)  # the norm and the tied embedding are in no block
+    assert sum(piece_of(n).nbytes for n in across) == sum(p.nbytes for p in model.parameters()) // 2  # type: ignore[union-attr]
+    for scatter, reduction, following in zip(*in_blocks, [*in_blocks[0][1:], None], strict=True):
+        assert place[wait_of(scatter)] < place[reduction]
+        assert following is None or place[reduction] < place[following]
+    beside = [sum(place[n] < h < place[wait_of(n)] for h in heavy) for n in in_blocks[1]]
+    assert beside[0] > 0 and beside[1:] == [0] * (LAYERS - 1)
 
 
 def test_layers_outside_of_blocks_share_buckets_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,8 +251,6 @@ DISAGREED = {
     "NVIDIA's 8B on 8": "16.3 s, published 12.91: activations of 49 GiB a sequence where theirs are a third less, so "
     "that operators are recomputed (1 s); 1.2 s of exchanges over cp are exposed; gradients of 32 micro-batches are "
     "added up beside the products (1 s), not in them",
-    "HSDP of 8B on 512": "1.21 s against 0.90 of FSDP over all: 98 all-reduces across hosts, 0.36 s, wait for the end "
-    "of the backward, where FSDP2 issues 34 behind it",
     "NVIDIA's 70B on 64": "20.6 s, published 14.72: 5.3 s of exchanges over tp and cp are exposed, which NVIDIA runs "
     "beside the products; gradients of 64 micro-batches are added up beside the products (1.1 s), not in them",
     "NVIDIA's 405B on 1024": "27.7 s, published 19.84: 7.0 s of exchanges over tp and cp are exposed, 64 micro-batches "

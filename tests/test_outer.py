@@ -18,6 +18,8 @@ import autopar
 from autopar import Cluster, Hints, Workload
 from autopar._compat import pipeline_order
 from autopar.cost_model.bubble import script, simulate
+from autopar.cost_model.simulate import COMPUTE
+from autopar.cost_model.step import tasks_of
 from autopar.report.progress import progress
 from autopar.schedule import runs, stage_ranks
 from autopar.solver.actions import programs as write_programs
@@ -161,6 +163,26 @@ def test_kinds_of_zero_are_estimated_as_they_are_priced(micro_batches: int) -> N
         assert estimated[kind].seconds == pytest.approx(solved[kind].step_time, rel=0.25)
     for found in ([s.step_time for s in solved.values()], [e.seconds for e in estimated.values()]):
         assert found[4] < 0.99 * found[3]
+
+
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_hybrid_zero_is_priced_behind_the_backward(micro_batches: int) -> None:
+    """Four blocks, and what is around them: each has one all-reduce across the groups. In the one backward of a step
+    the first of them, that of the head, starts when its reduce-scatter is waited for, after the last block: three are
+    left to compute. Of several micro-batches none does, all come at the end of the step."""
+    c = Candidate(Degrees(1, 8, 1, 1), 3, 4, micro_batches, None, 1)
+    solved, estimate, _ = solved_and_estimated(zero_frame("adamw", None), c)
+    timing = solved.timing
+    backward, end = (tasks_of(timing.programs[timing.actions[kind][0]]) for kind in ("B", "end"))
+    across = [[i for i, task in enumerate(tasks) if task.stream == "dp_replicate"] for tasks in (backward, end)]
+    assert [len(found) for found in across] == ([5, 0] if micro_batches == 1 else [0, 5])
+    if micro_batches == 1:
+        work = [task.seconds if task.stream == COMPUTE else 0.0 for task in backward]
+        block = sum(work) / 5  # the head takes about as long as a block
+        assert 2.5 * block < sum(work[across[0][0] :]) < 3.5 * block
+    told = sum(x.count for x in solved.collectives if (x.kind, x.axis) == ("all_reduce", "dp_replicate"))
+    assert told == 5
+    assert estimate.seconds == pytest.approx(solved.step_time, rel=0.25)
 
 
 def test_stages_of_ranks() -> None:

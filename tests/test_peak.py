@@ -114,6 +114,8 @@ MORE = {
     "zero 3, full": (4, Hints(dp=4, zero=3, recompute="full")),
     "dp": (6, Hints(dp=4)),
     "deep, zero 3": (12, Hints(dp=2, tp=2, zero=3)),
+    "deep, hybrid": (12, Hints(dp=4, zero=3, zero_group_size=2)),
+    "deep, hybrid, micro-batches": (12, Hints(dp=4, zero=3, zero_group_size=2, micro_batch_size=1)),
     "forward to backward": (7, Hints(dp=4, zero=3, reshard_after_forward=False, micro_batch_size=1)),
     "zero 2": (7, Hints(dp=4, zero=2, micro_batch_size=2)),
     "selective": (7, Hints(tp=4, recompute="selective")),

@@ -2,8 +2,9 @@
 
 The shard pass writes down a `Piece` for every collective of a parameter or a gradient, the bucket pass merges those
 that `buckets` puts together, and the solver prices the same buckets: what is paid for is what runs. The grouping is
-FSDP2's for parameters that rest sharded (one gather and one reduce-scatter a block) and DDP's for gradients that are
-all-reduced (in the order in which the backward makes them, a bucket closed once it holds `BUCKET_BYTES`).
+FSDP2's for parameters that rest sharded (one gather and one reduce-scatter a block, and with hybrid ZeRO one all-reduce
+of its shards across the groups) and DDP's for gradients that are all-reduced otherwise (in the order in which the
+backward makes them, a bucket closed once it holds `BUCKET_BYTES`).
 
 Numbers that the forward sums up over ranks, such as the loss and how many tokens count in it, are pieces too. A mean is
 the quotient of two of them, and reducing the quotient of a part by a number that all ranks have is dividing the reduced
@@ -20,6 +21,7 @@ import torch
 from torch import fx
 
 from autopar.sharding.assignment import Transfer
+from autopar.sharding.axes import REPLICATE_AXIS
 from autopar.sharding.layout import MICRO_BATCH, Mesh
 from autopar.sharding.operators import Operators, Value, of_graph, value_of
 from autopar.sharding.redistribute import LOCAL, Step, whole_elements
@@ -59,6 +61,16 @@ class Piece:
     nbytes: int
     before: tuple[int, ...]
     after: tuple[int, ...]
+
+    @property
+    def own_block(self) -> str | None:
+        """The block with which it is issued; None where blocks share buckets."""
+        return self.block if goes_by_block(self.kind, self.axis) else None
+
+
+def goes_by_block(kind: str, axis: str) -> bool:
+    """Whether a collective of parameters or gradients is issued block by block."""
+    return kind != "all_reduce" or axis == REPLICATE_AXIS
 
 
 def block_of(name: str) -> str | None:
@@ -185,7 +197,7 @@ def buckets(pieces: Sequence[Piece]) -> list[list[int]]:
     order = sorted(range(len(pieces)), key=lambda i: (pieces[i].ready, i))
     for i in order:
         p = pieces[i]
-        block = p.block if p.kind != "all_reduce" else None
+        block = p.own_block
         key = (p.kind, p.axis, p.purpose, p.dtype, p.op, p.depth, block)
         bucket, held = filling.get(key, ([], 0))
         if not bucket:

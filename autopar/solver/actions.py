@@ -7,7 +7,8 @@ parts, and ``end`` (gradients that are reduced once a step, sums). Within a grap
 * a gather of parameters starts when the one before it has arrived, beside the compute with those: one block ahead; it
   is waited for by the first operator that reads one of its parameters;
 * a reduction of gradients starts when the last gradient of its bucket has been computed; a reduce-scatter is waited for
-  when the next one starts, an all-reduce at the end of the graph;
+  when the next one starts, an all-reduce at the end of the graph; one that reduces what another has brought (hybrid
+  ZeRO, across its groups) starts when that is waited for;
 * all other collectives (those of tp and cp, sums of numbers) are waited for where they stand: nothing hides them;
 * what a block makes again in the backward comes right before its backward.
 
@@ -160,6 +161,8 @@ class _Writer:
         self.gathers: dict[tuple[fx.Node, bool], list[Issue]] = defaultdict(list)
         self.moves: dict[tuple[fx.Node, bool], list[Issue]] = defaultdict(list)
         self.reductions: dict[fx.Node, list[Issue]] = defaultdict(list)
+        #: Reductions of what others bring, by the operator that those start after.
+        self.deeper: dict[fx.Node, list[Issue]] = defaultdict(list)
         #: Collectives that belong to no operator here: before the first, and after the last; and reductions of what
         #: is there from the start.
         self.first: list[Issue] = []
@@ -171,12 +174,15 @@ class _Writer:
                 self._sort(issue, here)
         ahead = [g for key in ((op.node, made) for op, made in self.order) for g in self.gathers.get(key, ())]
         self.ahead, self.started = iter(ahead), list[int]()
-        self.scattered: int | None = None
+        #: The reduce-scatter that nothing has waited for yet, and the operator that it started after.
+        self.scattered: tuple[int, fx.Node] | None = None
 
     def _sort(self, issue: Issue, here: set[tuple[fx.Node, bool]]) -> None:
         if issue.ready is not None:
-            if issue.depth or self.phase == "finish":
+            if self.phase == "finish":
                 self.last.append(issue)
+            elif issue.depth:
+                self.deeper[issue.ready].append(issue)
             elif (issue.ready, False) in here:
                 self.reductions[issue.ready].append(issue)
             else:
@@ -218,11 +224,12 @@ class _Writer:
         if accumulated:
             self.tape.block("accumulate", "gradients")
             self.tape.compute(stream_seconds(accumulated, self.prices.cluster.device))
-        if self.last:
+        last = [*self.last, *itertools.chain.from_iterable(self.deeper.values())]
+        if last:
             self.tape.block("", "")
-        for issue in sorted(self.last, key=lambda issue: (issue.ready is None, issue.depth)):
+        for issue in sorted(last, key=lambda issue: (issue.ready is None, issue.depth)):
             if issue.depth and self.scattered is not None:
-                self.tape.wait(self.scattered)
+                self.tape.wait(self.scattered[0])
             if issue.ready is not None:
                 self._reduce(issue)
             else:
@@ -243,11 +250,15 @@ class _Writer:
 
     def _reduce(self, issue: Issue) -> None:
         """Start a reduction of gradients."""
-        if issue.kind == "reduce_scatter" and self.scattered is not None:
-            self.tape.wait(self.scattered)
+        scatters = issue.kind == "reduce_scatter" and issue.ready is not None
+        if scatters and self.scattered is not None:
+            before, ready = self.scattered
+            self.tape.wait(before)
+            for deeper in self.deeper.pop(ready, ()):
+                self._reduce(deeper)
         task = self.tape.start(issue, self._seconds(issue))
-        if issue.kind == "reduce_scatter":
-            self.scattered = task
+        if scatters and issue.ready is not None:
+            self.scattered = task, issue.ready
 
 
 def _in_order(operators: Sequence[Operator], again: Sequence[Operator]) -> list[tuple[Operator, bool]]:

@@ -20,7 +20,7 @@ from autopar.cost_model.compute import Work, work_seconds
 from autopar.cost_model.memory import SYMBOLS as STATE_SYMBOLS
 from autopar.cost_model.memory import state_formulas
 from autopar.sharding.axes import is_of_tokens
-from autopar.sharding.buckets import BUCKET_BYTES, block_of
+from autopar.sharding.buckets import BUCKET_BYTES, block_of, goes_by_block
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value
 from autopar.sharding.recompute import made_again, needed
@@ -46,7 +46,7 @@ def state_bytes(numel: int, dtype: torch.dtype, optimizer: str, trained: bool = 
 @dataclass(frozen=True)
 class Share:
     """How many times its own bytes a parameter's collectives on the axes of the tokens move, together with the others
-    of a bucket: a gather or a reduce-scatter with its block, an all-reduce with the gradients that come before and
+    of a bucket: with its block, or an all-reduce that does not go by blocks with the gradients that come before and
     after. On other axes too few go the same way to count on a bucket.
 
     A collective of X bytes takes f(X) seconds with f(X) / X falling, so f(m X) / m bounds a piece's part from below
@@ -56,9 +56,11 @@ class Share:
     block: float
     whole: float
 
-    def times(self, kind: str) -> float:
-        """The factor of one kind of collective."""
-        return {"all_gather": self.block, "reduce_scatter": self.block, "all_reduce": self.whole}.get(kind, 1.0)
+    def times(self, kind: str, axis: str) -> float:
+        """The factor of one kind of collective on one axis, or several taken together."""
+        if not is_of_tokens(axis) or kind not in ("all_gather", "reduce_scatter", "all_reduce"):
+            return 1.0
+        return self.block if goes_by_block(kind, axis) else self.whole
 
 
 def bucket_shares(space: Space, captured: Captured) -> dict[int, Share]:
@@ -115,7 +117,7 @@ class Prices:
         if step.kind in LOCAL:
             return 0.0
         nbytes = whole_elements(step, self.mesh, spec.shape) * spec.dtype.itemsize
-        times = share.times(step.kind) if share is not None and is_of_tokens(step.axis) else 1.0
+        times = share.times(step.kind, step.axis) if share is not None else 1.0
         return self.collective_seconds(step.kind, step.axis, nbytes * times) / times
 
     def collective_seconds(self, kind: str, axis: str, nbytes: float) -> float:

@@ -285,20 +285,22 @@ class Estimator:
             return self._beside(self._collective("all_reduce", d.tp, ranks, reduced), backward)
         gather = own.units * self._collective("all_gather", d.tp, shard, used / own.units)
         scatter = own.units * self._collective("reduce_scatter", d.tp, shard, reduced / own.units)
-        across = self._collective("all_reduce", d.tp * shard, ranks // shard, reduced / shard)
+        # across the groups of hybrid ZeRO: behind the backward too, but once a step
+        across = own.units * self._collective("all_reduce", d.tp * shard, ranks // shard, reduced / shard / own.units)
+        alone, behind = (0.0, across) if c.micro_batches == 1 else (across, 0.0)
         # nothing is beside the first gather of a direction and the last reduction
         first, last = (self._collective("all_gather", d.tp, shard, n) for n in (own.first, own.last))
         end = self._collective("reduce_scatter", d.tp, shard, own.first * reduced / used)
-        keep, once, each = self._keeping(c), across, 0.0
+        keep, once, each = self._keeping(c), alone, 0.0
         if keep.copy == "step":
             once += self._beside(gather, forward)
         else:
             each += self._beside(gather, work.forward) + first
         again = gather if keep.copy == "use" else 0.0
         if keep.gradient == "step":
-            once += self._beside(scatter, backward)
+            once += self._beside(max(scatter, behind), backward)
         else:
-            each += self._beside(again + scatter, work.backward) + end + (last if again else 0.0)
+            each += self._beside(max(again + scatter, behind), work.backward) + end + (last if again else 0.0)
         return once + c.micro_batches * each
 
     def _beside(self, communication: float, compute: float) -> float:

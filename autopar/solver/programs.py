@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from autopar.sharding.buckets import Piece, buckets, merged
+from autopar.sharding.buckets import Piece, buckets, goes_by_block, merged
 from autopar.sharding.layout import Mesh
 from autopar.solver.tape import Entry, Tape
 
@@ -148,11 +148,16 @@ def _bucket(program: Program, mesh: Mesh) -> None:
 
 def _weighted(piece: Piece, times: Mapping[str, int]) -> Piece:
     """A piece with the bytes of all that it stands for, where those share buckets; the others have their own."""
-    n = times.get(piece.name, 1) if piece.kind == "all_reduce" else 1
+    n = times.get(piece.name, 1) if _is_shared(piece) else 1
     if n == 1:
         return piece
     flat = (n * math.prod(piece.before),)
     return replace(piece, nbytes=n * piece.nbytes, before=flat, after=flat)
+
+
+def _is_shared(piece: Piece) -> bool:
+    """Whether blocks share the collective of a piece, so that what stands for several counts as often as there are."""
+    return not goes_by_block(piece.kind, piece.axis)
 
 
 @dataclass
@@ -176,7 +181,7 @@ class _Merger:
         first = min if gathers else max
         start, wait = (first(self.place[i] for i in found) for found in (members, waits))
         whole, size = merged(pieces), pieces[0].dtype.itemsize
-        if pieces[0].kind == "all_reduce":  # what is pending counts as often as there are
+        if _is_shared(pieces[0]):  # what is pending counts as often as there are
             self._weigh(members)
         parts = [self._part(member, start, whole) for member in members]
         packed = self._add(parts, whole.before[0] * size, start, members[0], whole)
@@ -219,7 +224,7 @@ class _Merger:
         self, args: list[int], nbytes: int, place: tuple[float, ...], like: int, piece: Piece, move: str = ""
     ) -> int:
         source = self.tape.entries[like]
-        times = 1 if piece.kind == "all_reduce" else source.times
+        times = 1 if _is_shared(piece) else source.times
         storages = (self.tape.storage(nbytes),)
         entry = Entry(tuple(args), storages, source.backward, source.owner, times, piece=piece, move=move)
         return self._put(entry, place)
