@@ -92,6 +92,19 @@ def compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+@contextlib.contextmanager
+def unvalidated() -> Iterator[None]:
+    """Let distributions of ``torch.distributions`` not look at the values of their parameters."""
+    from torch.distributions import Distribution
+
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
 def below_autograd() -> contextlib.AbstractContextManager[Any]:
     """Inside, operators go past autograd, as in its own kernels: a Python operator of ours takes half the time."""
     guard: contextlib.AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()

@@ -92,7 +92,7 @@ def tangent(shape: tuple[int, ...]) -> Tensor:
 def eager(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The untouched model: all tensors that it returns, and gradients by name; of the loss where there is one."""
     own = copy.deepcopy(model)
-    with ops.counter_dropout(SEED) if draws(model) else torch.enable_grad():
+    with ops.counter_draws(SEED) if draws(model) else torch.enable_grad():
         out = own(*args, **kwargs)
     results = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
     loss = out.get("loss") if isinstance(out, dict) else None

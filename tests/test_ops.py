@@ -21,7 +21,8 @@ from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors
 from autopar.ops.attention import attention
 from autopar.ops.attention_kernels import Call, cuda_backward, cuda_forward
 from autopar.ops.coordinates import starts
-from autopar.ops.dropout import active_dropout, counter_dropout, dropout
+from autopar.ops.draws import active_draws, counter_draws
+from autopar.ops.dropout import dropout
 from autopar.ops.mask import keep_mask
 from autopar.ops.sdpa import scaled_dot_product_attention
 
@@ -495,7 +496,7 @@ def test_attention_dropout_drops_probabilities() -> None:
     assert_same(ours, with_gradients(formula, inputs), 1e-10)
 
 
-# ----------------------------------------------------------------------------------------------------- counter_dropout
+# ----------------------------------------------------------------------------------------------------- counter_draws
 
 
 def encoder_layer(p: float) -> nn.TransformerEncoderLayer:
@@ -505,7 +506,7 @@ def encoder_layer(p: float) -> nn.TransformerEncoderLayer:
 
 def test_each_dropout_call_is_replaced_once() -> None:
     x = torch.ones(64)
-    with counter_dropout(SEED) as mode:
+    with counter_draws(SEED) as mode:
         results = [F.dropout(x, 0.5), torch.dropout(x, 0.5, True), nn.Dropout(0.5)(x)]
         assert mode.streams == 3
         unchanged = [F.dropout(x, 0.5, training=False), F.dropout(x, 0.0), nn.Dropout(0.5).eval()(x)]
@@ -519,22 +520,22 @@ def test_each_dropout_call_is_replaced_once() -> None:
         assert mode.streams == 0
 
 
-def test_active_dropout_is_the_innermost() -> None:
-    assert active_dropout() is None
-    with counter_dropout(SEED) as outer:
-        with counter_dropout(SEED) as inner:
-            assert active_dropout() is inner
-        assert active_dropout() is outer and (outer.next_stream(), outer.next_stream(), outer.streams) == (0, 1, 2)
+def test_active_draws_is_the_innermost() -> None:
+    assert active_draws() is None
+    with counter_draws(SEED) as outer:
+        with counter_draws(SEED) as inner:
+            assert active_draws() is inner
+        assert active_draws() is outer and (outer.next_stream(), outer.next_stream(), outer.streams) == (0, 1, 2)
     with pytest.raises(RuntimeError, match="stop"), outer:
         raise RuntimeError("stop")
-    assert active_dropout() is None
+    assert active_draws() is None
 
 
 def test_dropout_in_place() -> None:
     for replaced in (lambda y: F.dropout(y, 0.5, inplace=True), lambda y: torch.dropout_(y, 0.5, True)):
         leaf = torch.randn(64, requires_grad=True)
         x = leaf * 1.0
-        with counter_dropout(SEED) as mode:
+        with counter_draws(SEED) as mode:
             out = replaced(x)
         assert out is x and mode.streams == 1
         assert torch.equal(x, drop(leaf, 0.5))
@@ -547,10 +548,10 @@ def test_multi_head_attention_is_reached(need_weights: bool) -> None:
     torch.manual_seed(0)
     module, x = nn.MultiheadAttention(16, 2, dropout=0.5, batch_first=True), torch.randn(2, 5, 16)
     torch.manual_seed(1)
-    with counter_dropout(SEED) as mode:
+    with counter_draws(SEED) as mode:
         first = module(x, x, x, need_weights=need_weights)[0]
     torch.manual_seed(2)
-    with counter_dropout(SEED):
+    with counter_draws(SEED):
         second = module(x, x, x, need_weights=need_weights)[0]
     assert mode.streams == 1 and torch.equal(first, second)
     assert F.dropout.__module__ == "torch.nn.functional" and F.scaled_dot_product_attention(x, x, x).shape == x.shape
@@ -560,12 +561,12 @@ def test_encoder_layer() -> None:
     module, x = encoder_layer(0.3), torch.randn(2, 5, 16)
     outputs = []
     for seed in (SEED, SEED, torch.tensor([1234, 8])):
-        with counter_dropout(seed) as mode:
+        with counter_draws(seed) as mode:
             outputs.append(module(x))
         assert mode.streams == 4  # attention, both residual branches, the feed-forward's inside
     assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
     module = encoder_layer(0.0)
-    with counter_dropout(SEED) as mode:
+    with counter_draws(SEED) as mode:
         ours = module(x)
     assert mode.streams == 0
     torch.testing.assert_close(ours, module(x))
@@ -587,12 +588,12 @@ def test_bert(implementation: str) -> None:
     model = bert(0.2, implementation)
     losses = []
     for _ in range(2):
-        with counter_dropout(SEED) as mode:
+        with counter_draws(SEED) as mode:
             losses.append(model(ids, attention_mask=mask, labels=torch.tensor([0, 1])).loss)
         assert mode.streams == 1 + 2 * 3 + 1  # embeddings, three a layer, classifier
     assert torch.equal(losses[0], losses[1])
     model = bert(0.0, implementation)
-    with counter_dropout(SEED) as mode:
+    with counter_draws(SEED) as mode:
         ours = model(ids, attention_mask=mask).logits
     assert mode.streams == 0
     torch.testing.assert_close(ours, model(ids, attention_mask=mask).logits)
@@ -602,7 +603,7 @@ def test_eager_and_sdpa_attention_draw_the_same_masks() -> None:
     ids = torch.arange(16).view(2, 8)
     logits = []
     for implementation in ("eager", "sdpa"):
-        with counter_dropout(SEED):
+        with counter_draws(SEED):
             logits.append(bert(0.2, implementation)(ids).logits)
     torch.testing.assert_close(logits[0], logits[1])
 
@@ -672,11 +673,11 @@ def test_single_nodes_in_make_fx() -> None:
         torch.testing.assert_close(graph(*arguments), step(*arguments))
 
 
-def test_counter_dropout_in_a_traced_graph() -> None:
+def test_counter_draws_in_a_traced_graph() -> None:
     module, x = encoder_layer(0.3), torch.randn(2, 5, 16)
 
     def forward(x: Tensor, seed: Tensor) -> Tensor:
-        with counter_dropout(seed):
+        with counter_draws(seed):
             return module(x)
 
     graph = make_fx(forward)(x, SEED)

@@ -240,7 +240,7 @@ def eager_gradients(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, T
     """Loss and gradients of an untouched copy, by the plain lines that a user would write; only the dropout masks are
     those of the first step of `autopar.verify`."""
     model = copy.deepcopy(model)
-    with ops.counter_dropout(torch.tensor([0x5EED, 0])):
+    with ops.counter_draws(torch.tensor([0x5EED, 0])):
         loss = model(**batch)["loss"]
     loss.backward()
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

@@ -134,6 +134,13 @@ def _lift_constants(module: fx.GraphModule) -> list[Buffer]:
     found: dict[str, Buffer] = {}
     for node in list(module.graph.find_nodes(op="get_attr")):
         value = getattr(module, node.target)
+        if not isinstance(value, Tensor):
+            raise CaptureError(
+                f"the forward hands {', '.join(str(user.target) for user in node.users)} what is no tensor",
+                expected="tensors and plain numbers as arguments of operators",
+                found=f"{type(value).__name__}",
+                change="leave it out (random numbers are drawn by model.seed, the same however the model is split)",
+            )
         if node.target not in found:
             with module.graph.inserting_before(first):
                 placeholder = module.graph.placeholder(node.target.lstrip("_"))

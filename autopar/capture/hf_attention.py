@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from autopar.errors import CaptureError
 from autopar.ops.attention import attention
-from autopar.ops.dropout import active_dropout
+from autopar.ops.draws import active_draws
 
 #: The names under which attention and mask functions are registered, by the model's own implementation.
 IMPLEMENTATION, LIKE_EAGER = "autopar", "autopar_like_eager"
@@ -178,11 +178,11 @@ def _draws(query: Tensor, key: Tensor, dropout: float) -> tuple[Tensor | None, T
     """Seed, starts, stream and extent of the dropout of attention weights."""
     if dropout == 0.0:
         return None, None, 0, []
-    mode = active_dropout()
+    mode = active_draws()
     if mode is None:
         raise CaptureError(
             "attention dropout needs a seed",
-            expected="a forward inside autopar.ops.counter_dropout",
+            expected="a forward inside autopar.ops.counter_draws",
             found="none is active",
             change="run the model through autopar.parallelize or verify",
         )

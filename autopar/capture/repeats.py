@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar._compat import pytree
-from autopar.ops.dropout import active_dropout
+from autopar.ops.draws import active_draws
 
 #: Blocks of a run that are traced besides the two periods: the first one and the last one, which have other neighbours.
 _ENDS = 2
@@ -241,7 +241,7 @@ class _Call:
 
 
 def _drawn() -> int:
-    mode = active_dropout()
+    mode = active_draws()
     return 0 if mode is None else mode.streams
 
 
@@ -308,7 +308,7 @@ def _mark(run: _Run, index: int, block: nn.Module, calls: dict[int, _Call]) -> N
         changed = [k for k, leaf in enumerate(leaves) if not _equal(leaf, call.leaves[k])]
         if len(changed) != 1 or not isinstance(leaves[changed[0]], Tensor):
             raise Differs("blocks are called with different arguments")
-        x, place, counter = leaves[changed[0]], _flows(call), active_dropout()
+        x, place, counter = leaves[changed[0]], _flows(call), active_draws()
         if not _tensor_form(x) == _tensor_form(call.leaves[changed[0]]) == _tensor_form(call.result[place]):
             raise Differs("a block changes the shape or dtype of what flows through")
         repeat.streams[index] = _drawn()

@@ -11,17 +11,20 @@ import copy
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
 
+import autopar
 from autopar import ops
-from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling, fake_like, pytree
+from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling, fake_like, pytree, unvalidated
 from autopar.capture import hf
 from autopar.capture.decompositions import decomposition_table
 from autopar.capture.layers import SplittableLayers
+from autopar.capture.random import refuse_constants
 from autopar.errors import CaptureError, InputError
 
 #: Name of the buffer that carries the dropout seed through the trace.
@@ -49,7 +52,7 @@ class _Flat(nn.Module):
         leaves = [self.constants[i] if i in self.constants else next(given) for i in range(self.spec.num_leaves)]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         held = _held(self.model)
-        with ops.counter_dropout(getattr(self, SEED)) as mode, SplittableLayers():
+        with ops.counter_draws(getattr(self, SEED)) as mode, SplittableLayers():
             result = self.model(*args, **kwargs)
         self.streams = mode.streams
         _refuse_rebinding(held, _held(self.model))
@@ -179,6 +182,7 @@ def _trace_context(is_hf: bool, may_pack: bool) -> Iterator[contextlib.ExitStack
     with contextlib.ExitStack() as stack:
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(compiling())
+        stack.enter_context(unvalidated())
         if is_hf:
             stack.enter_context(hf.tracing(may_pack))
         yield stack
@@ -187,7 +191,7 @@ def _trace_context(is_hf: bool, may_pack: bool) -> Iterator[contextlib.ExitStack
 def _failure(model: nn.Module, error: BaseException) -> CaptureError:
     """Name the module, the operator and the source line of a failed trace."""
     frames = traceback.extract_tb(error.__traceback__)
-    hidden = ("/torch/", "autopar/capture/", "autopar/ops/", "/contextlib.py")
+    hidden = ("/torch/", str(Path(autopar.__file__).parent), "/contextlib.py")
     mine = [f for f in frames if not any(part in f.filename for part in hidden)]
     name, kind = getattr(error, "autopar_module", ("", type(model).__name__))
     place = f"module {name} ({kind})" if name else kind
@@ -271,7 +275,9 @@ def trace(
         )
     with _trace_context(is_hf, is_hf and hf.may_pack(model, kwargs)) as stack:
         try:
-            joint = aot_export_joint_with_descriptors(stack, flat, tuple(fakes), decompositions=decomposition_table())
+            with refuse_constants():
+                table = decomposition_table()
+                joint = aot_export_joint_with_descriptors(stack, flat, tuple(fakes), decompositions=table)
         except (CaptureError, InputError):
             raise
         except Exception as error:

@@ -1,6 +1,7 @@
-"""Which elements dropout keeps: a function of (seed, step, stream, global element index), and of nothing else.
+"""Random bits that are a function of (seed, step, stream, global element index), and of nothing else.
 
-So every layout, micro-batching and recomputation draws the mask that one process would draw on the whole tensor.
+So every layout, micro-batching and recomputation draws what one process would draw for the whole tensor: which elements
+dropout keeps, and any other random number.
 """
 
 from __future__ import annotations
@@ -55,11 +56,9 @@ def _global_index(starts: Tensor, shape: Sequence[int], extent: Sequence[int], d
     return index
 
 
-def check(seed: Tensor, starts: Tensor, p: float, shape: Sequence[int], extent: Sequence[int]) -> None:
-    """Raise ValueError where the arguments contradict the docstring of `keep_mask`."""
+def check(seed: Tensor, starts: Tensor, shape: Sequence[int], extent: Sequence[int]) -> None:
+    """Raise ValueError where the arguments contradict the docstring of `random_bits`."""
     ndim = len(shape)
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if tuple(seed.shape) != (2,) or seed.dtype != torch.int64:
         raise ValueError(f"seed must be int64 [2] (seed, step), found {seed.dtype} {list(seed.shape)}")
     if tuple(starts.shape) != (ndim,) or starts.dtype != torch.int64 or len(extent) != ndim:
@@ -67,6 +66,46 @@ def check(seed: Tensor, starts: Tensor, p: float, shape: Sequence[int], extent: 
             f"starts must be int64 [{ndim}] and extent have {ndim} entries, one per dim of the tensor; found "
             f"{starts.dtype} {list(starts.shape)} and {len(extent)} entries"
         )
+
+
+def check_probability(p: float) -> None:
+    """Raise ValueError where ``p`` is none."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
+def random_bits(
+    seed: Tensor,
+    starts: Tensor,
+    stream: int,
+    shape: Sequence[int],
+    extent: Sequence[int],
+    device: torch.device,
+    count: int,
+) -> Tensor:
+    """``count`` random bits for every element of a shard: int64 of ``shape``, in [0, 2**count).
+
+    With ``i`` the element's row-major index in the whole tensor and ``mix`` the finaliser of SplitMix64 (Steele, Lea
+    and Flood, OOPSLA 2014), these are the top bits of ``mix(mix(i * gamma + key) ^ key)``; ``key`` mixes seed, step and
+    stream. The second round with the key is what keeps streams from being shifted copies of one sequence. Integer
+    arithmetic only, hence the same bits on every device.
+
+    Args:
+        seed: int64 [2], the seed and the step.
+        starts: int64 [ndim], global index of the shard's first element.
+        stream: number of the operator in the model; different streams are independent.
+        shape: of the shard. extent: of the whole tensor.
+        device: where they are made.
+        count: 1 to 63.
+
+    Raises:
+        ValueError: the shapes or dtypes of seed, starts and extent are not as above.
+    """
+    check(seed, starts, shape, extent)
+    key = _key(seed.to(device), stream)
+    bits = _global_index(starts.to(device), shape, extent, device).mul_(_GAMMA).add_(key)
+    bits = _mix_(_mix_(bits).bitwise_xor_(key))
+    return _shifted(bits, 64 - count)
 
 
 def keep_mask(
@@ -80,24 +119,12 @@ def keep_mask(
 ) -> Tensor:
     """Which elements of a shard survive dropout: bool of ``shape``, True with probability ``1 - p``.
 
-    With ``i`` the element's row-major index in the whole tensor and ``mix`` the finaliser of SplitMix64 (Steele, Lea
-    and Flood, OOPSLA 2014), an element is kept where the top 53 bits of ``mix(mix(i * gamma + key) ^ key)`` are at
-    least ``p * 2**53``; ``key`` mixes seed, step and stream. The second round with the key is what keeps streams from
-    being shifted copies of one sequence. Integer arithmetic only, hence the same bits on every device.
-
-    Args:
-        seed: int64 [2], the seed and the step.
-        starts: int64 [ndim], global index of the shard's first element.
-        p: probability of dropping an element, in [0, 1].
-        stream: number of the operator in the model; different streams are independent.
-        shape: of the shard. extent: of the whole tensor.
-        device: where the mask is made.
+    An element is kept where its 53 `random_bits`, whose arguments are taken, are at least ``p * 2**53``. ``p`` is the
+    probability of dropping an element, in [0, 1].
 
     Raises:
-        ValueError: p is outside [0, 1], or the shapes or dtypes of seed, starts and extent are not as above.
+        ValueError: p is outside [0, 1], or as `random_bits`.
     """
-    check(seed, starts, p, shape, extent)
-    key = _key(seed.to(device), stream)
-    bits = _global_index(starts.to(device), shape, extent, device).mul_(_GAMMA).add_(key)
-    bits = _mix_(_mix_(bits).bitwise_xor_(key))
-    return _shifted(bits, 64 - _UNIFORM_BITS) >= math.ceil(p * 2**_UNIFORM_BITS)
+    check_probability(p)
+    bits = random_bits(seed, starts, stream, shape, extent, device, _UNIFORM_BITS)
+    return bits >= math.ceil(p * 2**_UNIFORM_BITS)

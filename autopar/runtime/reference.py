@@ -143,7 +143,7 @@ def run_eager(model: nn.Module, special: Emitted, batch: Batch, mixed: bool = Tr
     results, gradients = [], []
     for step in range(batch.steps):
         opt.zero_grad()
-        draws = ops.counter_dropout(_seed(step)) if special.captured.seed is not None else contextlib.nullcontext()
+        draws = ops.counter_draws(_seed(step)) if special.captured.seed is not None else contextlib.nullcontext()
         with draws:
             if mixed:
                 out = mixed_call(own, special.captured, batch.args, batch.kwargs)

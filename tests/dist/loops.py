@@ -21,7 +21,7 @@ from training import assert_close, join, parameters, say, whole
 import autopar
 from autopar import Hints, Workload
 from autopar.errors import AutoparError
-from autopar.ops import counter_dropout
+from autopar.ops import counter_draws
 from autopar.runtime import cache
 
 
@@ -77,7 +77,7 @@ def whole_step(model: Any, reference: nn.Module, batch: dict[str, Tensor], own: 
     seed = model.seed.clone()
     loss = model.train_step(**own)
     assert loss.shape == () and not loss.requires_grad
-    with counter_dropout(seed):
+    with counter_draws(seed):
         truth = reference(**batch).loss
     truth.backward()
     compare(model, reference, (loss, truth))
@@ -102,7 +102,7 @@ def stepped() -> None:
     assert_close(parameters(model), parameters(reference), "parameters")
     batch, draw = tokens(8, 8, seed=3), model.seed.clone()
     loss = model(**batch).loss
-    with counter_dropout(draw):
+    with counter_draws(draw):
         truth = reference(**batch).loss
     loss.backward(), truth.backward()
     compare(model, reference, (loss, truth))

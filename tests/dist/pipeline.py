@@ -19,7 +19,7 @@ from training import assert_close, has_dropout, join, say, whole
 import autopar
 from autopar import Hints
 from autopar.errors import RuntimeFailure
-from autopar.ops import counter_dropout
+from autopar.ops import counter_draws
 from autopar.runtime import pipeline
 from autopar.runtime.reference import exact_float64
 from autopar.schedule import SPLIT_BACKWARD
@@ -54,7 +54,7 @@ def eager(reference: nn.Module, batch: dict[str, Tensor], seed: Tensor) -> Tenso
     if not has_dropout(reference):
         loss: Tensor = reference(**batch)["loss"]
     else:
-        with counter_dropout(seed):
+        with counter_draws(seed):
             loss = reference(**batch)["loss"]
     loss.backward()
     return loss.detach()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.ops import counter_dropout
+from autopar.ops import counter_draws
 
 #: Of float32, and of float64 (inside `exact_float64`, since transformers casts to float32 in many places).
 BOUND, EXACT_BOUND = 1e-5, 1e-10
@@ -72,7 +72,7 @@ class Pair:
         seed = self.model.seed.clone()
         loss = self.model(**batch)["loss"]
         loss.backward()
-        draws = counter_dropout(seed) if has_dropout(self.reference) else contextlib.nullcontext()
+        draws = counter_draws(seed) if has_dropout(self.reference) else contextlib.nullcontext()
         with draws:
             truth = self.reference(**batch)["loss"]
         truth.backward()

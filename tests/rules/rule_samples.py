@@ -17,6 +17,7 @@ from torch import Tensor
 import autopar.ops.attention
 import autopar.ops.dropout
 import autopar.ops.scan
+import autopar.ops.uniform
 
 aten, own = torch.ops.aten, torch.ops.autopar
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -726,6 +727,13 @@ def dropout(d: Draw, target: Any) -> Call:
     shape = d.shape()
     starts = torch.zeros(len(shape), dtype=torch.int64)
     return (d.real(shape), d.whole([2], 0, 99), starts, 0.4, d.integer(0, 3), shape), {}
+
+
+@sample(own.uniform.default)
+def uniform(d: Draw, target: Any) -> Call:
+    shape = d.shape()
+    starts = torch.zeros(len(shape), dtype=torch.int64)
+    return (d.real(shape), d.whole([2], 0, 99), starts, d.integer(0, 3), shape), {}
 
 
 def _attention(d: Draw) -> tuple[Any, ...]:
