@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from dist import small_models as models
 from dist.small_models import largest_error
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autopar import ops
+import autopar
+from autopar import Hints, ops
 from autopar.capture import Captured, batch_tensors, capture
 from autopar.errors import CaptureError
 
@@ -458,3 +460,23 @@ def test_order_of_what_no_parameter_enters() -> None:
         for i, nodes in enumerate(graphs)
     ]
     assert texts[0] == texts[1]
+
+
+class _OneHot(nn.Module):
+    """``F.one_hot`` checks that every class is in range; what it looks at is used again behind a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8, 5, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        classes = x.to(torch.int64)
+        return {"loss": (F.linear(F.one_hot(classes, 5).to(self.weight.dtype), self.weight) * classes[..., None]).sum()}
+
+
+def test_checks_of_values_are_left_out() -> None:
+    model, batch = _OneHot(), {"x": torch.tensor([[0, 4, 2], [1, 1, 3]], dtype=torch.int32)}
+    captured = capture(model, (), batch)
+    assert not [n for n in captured.graph.nodes if "assert" in str(n.target)]
+    report = autopar.verify(model, "cpu:1x2", hints=Hints(pp=1, dp=1, tp=2), example_inputs=batch)
+    assert report.ok and report.flops_share == 0.5, report

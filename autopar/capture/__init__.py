@@ -23,7 +23,7 @@ from autopar._compat import (
 from autopar.capture.blocks import label
 from autopar.capture.gradients import cast_gradients
 from autopar.capture.graph import Buffer, Captured, Output, Parameter, spec_of
-from autopar.capture.normalize import aten, normalize, place_before_use, repeat_in_backward
+from autopar.capture.normalize import aten, drop_assertions, normalize, place_before_use, repeat_in_backward
 from autopar.capture.random import refuse_random
 from autopar.capture.repeats import Differs, Repeat, mark_repeats
 from autopar.capture.replicate import put_copies
@@ -99,6 +99,7 @@ def _read(traced: Traced, repeats: Sequence[Repeat], precision: Precision | None
     _order_outputs(traced, graph, parameters)
     if traced.frozen:
         _drop_tangents(graph, inputs["tangents"])
+    drop_assertions(graph)
     place_before_use(graph, [p.placeholder for p in parameters])
     normalize(graph)
     held = [Buffer(b.name.removeprefix(traced.prefix), b.placeholder) for b in inputs["buffers"] if b.name != SEED]

@@ -71,6 +71,15 @@ def permutation(node: fx.Node) -> list[int] | None:
     return None
 
 
+def drop_assertions(graph: fx.Graph) -> None:
+    """Remove what only looks at values and raises (``F.one_hot`` wants every class to be in range): it has no result,
+    and on GPUs it would stop the host."""
+    for target in (aten._assert_async.msg, aten._assert_async.default, aten._assert_tensor_metadata.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
 def drop_noops(graph: fx.Graph) -> None:
     """Remove copies and views that change nothing, merge chains of views, cancel permutations that undo each other."""
     for node in list(graph.nodes):
@@ -324,7 +333,7 @@ def place_before_use(graph: fx.Graph, parameters: Sequence[fx.Node]) -> None:
     """Move what no parameter enters (positions, rotary angles, masks) to just before its first use.
 
     Every rank traces for itself, and models make such values in loops over sets (``for kind in set(layer_types)``),
-    whose order differs from process to process. What depends on parameters keeps its order.
+    whose order differs from process to process. What depends on parameters keeps its order. Nothing may be unused.
     """
     learned = set(parameters)
     for node in graph.nodes:
