@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -480,3 +481,32 @@ def test_checks_of_values_are_left_out() -> None:
     assert not [n for n in captured.graph.nodes if "assert" in str(n.target)]
     report = autopar.verify(model, "cpu:1x2", hints=Hints(pp=1, dp=1, tp=2), example_inputs=batch)
     assert report.ok and report.flops_share == 0.5, report
+
+
+class _Warmup(nn.Module):
+    """Counts its calls, in an attribute or in a buffer, and computes with the count."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        if buffer:
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        else:
+            self.calls = 0
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        return {"loss": (self.inner(x) * self.calls).square().mean()}
+
+
+def test_attributes_that_a_forward_changes_are_told() -> None:
+    """A graph has the value of the trace for good; a buffer it changes as the model does."""
+    batch = {"x": torch.randn(4, 4)}
+    with pytest.warns(UserWarning, match=r"the forward changes calls of the model: .* in a buffer"):
+        capture(_Warmup(False), (), batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        capture(_Warmup(True), (), batch)
+    model = _Warmup(True).double()
+    report = autopar.verify(model, "cpu:1x2", example_inputs={"x": batch["x"].double()}, steps=3)
+    assert report.ok, report

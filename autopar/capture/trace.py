@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +79,29 @@ def _refuse_rebinding(before: dict[str, Tensor], after: dict[str, Tensor]) -> No
             expected="buffers that are changed in place, or not at all",
             found="an assignment to " + ", ".join(rebound),
             change="change it in place (.copy_(), .add_(), ...) in place of an assignment",
+        )
+
+
+def _plain(model: nn.Module) -> dict[str, Any]:
+    """The numbers, flags and texts that modules keep as attributes."""
+    return {
+        f"{name}.{attribute}".lstrip("."): value
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, (int, float, str))
+    }
+
+
+def _warn_of_changes(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Say which attributes a forward changed: a graph has their values of its trace, whatever becomes of them later."""
+    changed = [name for name, value in after.items() if before.get(name, value) != value]
+    if changed:
+        warnings.warn(
+            f"the forward changes {', '.join(changed)} of the model: the sharded program does not, and computes in every "
+            "step with the value that it had while tracing. If its result depends on it, keep it in a buffer that is "
+            "changed in place, or pass it in as an input",
+            UserWarning,
+            stacklevel=2,
         )
 
 
@@ -273,6 +297,7 @@ def trace(
             found="none",
             change="nothing is to be split: run it as it is",
         )
+    attributes = _plain(clone)
     with _trace_context(is_hf, is_hf and hf.may_pack(model, kwargs)) as stack:
         try:
             with refuse_constants():
@@ -283,5 +308,6 @@ def trace(
         except Exception as error:
             raise _failure(model, error) from error
     assert flat.output_spec is not None
+    _warn_of_changes(attributes, _plain(clone))
     returned = (flat.output_spec, flat.output_constants)
     return Traced(joint.graph_module, spec, *returned, aliases, flat.streams, frozen)
