@@ -98,8 +98,8 @@ def _warn_of_changes(before: dict[str, Any], after: dict[str, Any]) -> None:
     if changed:
         warnings.warn(
             f"the forward changes {', '.join(changed)} of the model: the sharded program does not, and computes in "
-            "every step with the value that it had while tracing. If its result depends on it, keep it in a buffer that "
-            "is changed in place, or pass it in as an input",
+            "every step with the value that it had while tracing. If its result depends on it, keep it in a buffer "
+            "that is changed in place, or pass it in as an input",
             UserWarning,
             stacklevel=2,
         )
