@@ -39,6 +39,9 @@ from autopar.solver.collectives import Issue
 from autopar.solver.costs import Prices, state_bytes
 from autopar.solver.setting import Setting
 
+#: How often a gradient's bytes move when it is added to a sum: both are read, and the sum is written.
+ADDED = 3.0
+
 
 @dataclass(frozen=True)
 class StageWork:
@@ -280,7 +283,7 @@ def accumulated_bytes(
     setting: Setting, assignment: Assignment, keep: Mapping[str, Keeping], names: Iterable[str], micro_batches: int
 ) -> float:
     """Bytes that adding the gradients of the parameters ``names`` to those of the micro-batches before reads and
-    writes, on average over the micro-batches: two are read and one written, but by the first."""
+    writes, on average over the micro-batches: those of `ADDED` times a gradient, but by the first."""
     if micro_batches == 1:
         return 0.0
     wanted, found = set(names), 0.0
@@ -289,7 +292,7 @@ def accumulated_bytes(
             storage = assignment.sources[p.placeholder]
             numel = storage.local_numel(assignment.mesh, p.spec.shape)
             numel *= state_ranks(storage, assignment.mesh) if keep[p.name].gradient == "step" else 1
-            found += 3.0 * numel * p.gradient.meta["val"].dtype.itemsize
+            found += ADDED * numel * p.gradient.meta["val"].dtype.itemsize
     return found * (micro_batches - 1) / micro_batches
 
 

@@ -15,8 +15,8 @@ from autopar.cluster import Cluster
 from autopar.hints import Hints
 from autopar.schedule import ALL_SCHEDULES, SCHEDULES, runs
 
-#: Stages a rank that are tried of a schedule that leaves their number open.
-CHUNKS = (2, 3, 4, 6, 8)
+#: Stages a rank that are tried at most of a schedule that leaves their number open.
+MOST_CHUNKS = 10
 
 #: What is not tried unless hinted: 1F1B takes the same time as GPipe and holds fewer activations.
 DOMINATED = frozenset({"gpipe"})
@@ -58,13 +58,15 @@ class Candidate:
 @dataclass(frozen=True)
 class Limits:
     """What a model can be cut into: its global ``batch`` and sequence, ``units`` in a row (`solver.pipeline`), and
-    whether its batch can be run in parts; hinted ``stages``, None if they are open."""
+    whether its batch can be run in parts; hinted ``stages``, None if they are open; and how many of the units are
+    repeated ``blocks``, None if all."""
 
     batch: int
     sequence: int
     units: int
     parts: bool
     stages: int | None = None
+    blocks: int | None = None
 
 
 def all_degrees(cluster: Cluster, hints: Hints, limits: Limits) -> Iterator[Degrees]:
@@ -86,6 +88,15 @@ def all_degrees(cluster: Cluster, hints: Hints, limits: Limits) -> Iterator[Degr
                 yield Degrees(pp, dp, cp, tp)
 
 
+def able_chunks(pp: int, limits: Limits) -> list[int]:
+    """Stages a rank of a schedule that leaves their number open: two, and what divides the blocks of a rank, so that
+    stages are about equal."""
+    if limits.stages is not None:
+        return [limits.stages // pp]
+    of_rank = -(-(limits.blocks or limits.units) // pp)
+    return [n for n in sorted({2, *divisors(of_rank)}) if 1 < n <= min(of_rank, MOST_CHUNKS)]
+
+
 def _schedules(degrees: Degrees, hints: Hints, limits: Limits) -> Iterator[tuple[str | None, int]]:
     """The schedules of a pipeline with their stages a rank."""
     if degrees.pp == 1:
@@ -93,8 +104,7 @@ def _schedules(degrees: Degrees, hints: Hints, limits: Limits) -> Iterator[tuple
         return
     for schedule in [hints.schedule] if hints.schedule else [s for s in SCHEDULES if s not in DOMINATED]:
         chunks = ALL_SCHEDULES[schedule]
-        able = CHUNKS if limits.stages is None else (limits.stages // degrees.pp,)
-        for count in able if chunks is None else (chunks,):
+        for count in able_chunks(degrees.pp, limits) if chunks is None else (chunks,):
             stages = degrees.pp * count
             if stages <= limits.units if limits.stages is None else stages == limits.stages:
                 yield schedule, count

@@ -15,11 +15,12 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.cost_model.communication import collective_seconds
-from autopar.cost_model.compute import optimizer_seconds
+from autopar.cost_model.compute import optimizer_seconds, stream_seconds
 from autopar.schedule import SPLIT_BACKWARD, V_SHAPED, stage_ranks
 from autopar.sharding.zero import Keeping
+from autopar.solver.actions import ADDED
 from autopar.solver.candidates import Candidate
-from autopar.solver.cuts import Units, best_cuts, even_cuts
+from autopar.solver.cuts import Units, best_cuts, fair_cuts
 from autopar.solver.profile import Replica, State
 from autopar.solver.program import Floats, Ints
 
@@ -109,12 +110,13 @@ def shards(c: Candidate) -> int:
 @dataclass(frozen=True)
 class _Work:
     """Seconds of the ranks of a pipeline. Of one micro-batch the most that a rank has of the ``forward``, of the
-    ``backward`` with what it makes again, and of both (``busiest``); of a step what ranks ``wait`` for one another and
-    for the first and the last transfers between stages."""
+    ``backward`` with what it makes again, and of both (``busiest``); of a step what it takes ``once`` for all of them,
+    and what ranks ``wait`` for one another and for the first and the last transfers between stages."""
 
     forward: float
     backward: float
     busiest: float
+    once: float
     wait: float
 
 
@@ -190,9 +192,12 @@ class Estimator:
     def _replica(self, c: Candidate) -> Replica:
         return self.replica(c.degrees.cp, c.degrees.tp, c.lean)
 
-    def cuts(self, cp: int, tp: int, stages: int) -> Ints:
-        """The first unit of every stage."""
-        return even_cuts(self.replica(cp, tp, False).profile(1).seconds, stages)
+    def cuts(self, cp: int, tp: int, ranks: tuple[int, ...]) -> Ints:
+        """The first unit of every stage; ``ranks`` are those of the stages."""
+        return fair_cuts(self.replica(cp, tp, False).profile(1).seconds, ranks)
+
+    def _first(self, shape: _Shape) -> Ints:
+        return self.cuts(shape.cp, shape.tp, stage_ranks(str(shape.schedule), shape.pp, shape.stages))
 
     def _samples(self, c: Candidate) -> int:
         return max(1, self.batch // (c.degrees.dp * c.micro_batches))
@@ -200,11 +205,17 @@ class Estimator:
     def _seconds(self, c: Candidate, mode: str) -> float:
         """Seconds of a step."""
         work = self._work(_shape(c), self._samples(c), c.micro_batches, mode)
-        return c.micro_batches * work.busiest + work.wait + self._exposed(c, work) + self.optimizer(c)
+        computed = c.micro_batches * work.busiest + work.once + self._added(c)
+        return computed + work.wait + self._exposed(c, work) + self.optimizer(c)
+
+    def _added(self, c: Candidate) -> float:
+        """Seconds of adding up the gradients of micro-batches, `solver.actions.accumulated_bytes`."""
+        reduced = float(self._bytes(_shape(c)).reduced.max())
+        share = 1 if self._keeping(c).gradient == "step" else shards(c)
+        return (c.micro_batches - 1) * stream_seconds(ADDED * reduced / share, self.cluster.device)
 
     def _by_rank(self, shape: _Shape, by_unit: Floats) -> Floats:
-        first = self.cuts(shape.cp, shape.tp, shape.stages)
-        return by_rank(shape.schedule, shape.pp, np.add.reduceat(by_unit, first))
+        return by_rank(shape.schedule, shape.pp, np.add.reduceat(by_unit, self._first(shape)))
 
     def _work(self, shape: _Shape, samples: int, micro_batches: int, mode: str) -> _Work:
         replica, pp = self.replica(*shape[:3]), shape.pp
@@ -213,10 +224,10 @@ class Estimator:
         inputs = inputs + self._by_rank(shape, replica.chosen(profile.again, mode))
         wait = bubble(shape.schedule, shape.chunks, micro_batches, forward, inputs, weights)
         if pp > 1:
-            sent = float(profile.sent[self.cuts(shape.cp, shape.tp, shape.stages)[1:] - 1].max())
+            sent = float(profile.sent[self._first(shape)[1:] - 1].max())
             wait += 2 * (pp - 1) * self._collective("p2p", self.cluster.size // pp, pp, sent)
-        backward = inputs + weights
-        return _Work(float(forward.max()), float(backward.max()), float((forward + backward).max()), wait)
+        backward, early = inputs + weights, float(self._by_rank(shape, profile.early).max())
+        return _Work(float(forward.max()), float(backward.max()), float((forward + backward).max()), early, wait)
 
     def _bytes(self, shape: _Shape) -> _Bytes:
         state = self.replica(*shape[:3]).state
@@ -225,7 +236,7 @@ class Estimator:
         )
         stepped = np.stack([self._by_rank(shape, x) for x in (state.trained, state.gradients, state.optimizer)])
         most = stepped[:, int(stepped.sum(0).argmax())]
-        begin = self.cuts(shape.cp, shape.tp, shape.stages)
+        begin = self._first(shape)
         first, last = state.used[begin].max(), state.used[[*(begin[1:] - 1), -1]].max()
         count = int(self._by_rank(shape, np.ones_like(state.used)).max())
         ends = (float(state.used.max()), float(first), float(last))
@@ -287,20 +298,21 @@ class Estimator:
         scatter = own.units * self._collective("reduce_scatter", d.tp, shard, reduced / own.units)
         # across the groups of hybrid ZeRO: behind the backward too, but once a step
         across = own.units * self._collective("all_reduce", d.tp * shard, ranks // shard, reduced / shard / own.units)
-        alone, behind = (0.0, across) if c.micro_batches == 1 else (across, 0.0)
+        late, behind = (0.0, across) if c.micro_batches == 1 else (across, 0.0)
         # nothing is beside the first gather of a direction and the last reduction
         first, last = (self._collective("all_gather", d.tp, shard, n) for n in (own.first, own.last))
         end = self._collective("reduce_scatter", d.tp, shard, own.first * reduced / used)
-        keep, once, each = self._keeping(c), alone, 0.0
+        keep, once, each = self._keeping(c), late, 0.0
         if keep.copy == "step":
             once += self._beside(gather, forward)
         else:
-            each += self._beside(gather, work.forward) + first
+            each += self._beside(gather - first, work.forward) + first
         again = gather if keep.copy == "use" else 0.0
         if keep.gradient == "step":
             once += self._beside(max(scatter, behind), backward)
         else:
-            each += self._beside(max(again + scatter, behind), work.backward) + end + (last if again else 0.0)
+            alone = end + (last if again else 0.0)
+            each += self._beside(max(again + scatter - alone, behind), work.backward) + alone
         return once + c.micro_batches * each
 
     def _beside(self, communication: float, compute: float) -> float:

@@ -242,7 +242,7 @@ class Solver:
         self.found: list[Found] = []
         self.tried: set[tuple[Candidate, str]] = set()
         #: By kind of candidate, what the last one took over its estimate.
-        self.errors: dict[tuple[str | None, bool, bool], float] = {}
+        self.errors: dict[tuple[str | None, bool, bool, bool], float] = {}
 
     def run(self, every: Sequence[Estimate]) -> None:
         """Solve the best candidates of the best degrees, then more of the degrees that turned out best, and there at
@@ -323,9 +323,10 @@ class Solver:
         return short or max(task.least_memory()[0] - frame.budget, 1.0)
 
 
-def _kind(e: Estimate) -> tuple[str | None, bool, bool]:
-    """What estimates are wrong about in the same way: schedules, gathers of every micro-batch, context parallelism."""
-    return e.candidate.schedule, e.candidate.zero == 3, e.candidate.degrees.cp > 1
+def _kind(e: Estimate) -> tuple[str | None, bool, bool, bool]:
+    """What estimates are wrong about in the same way: schedules, gathers of every micro-batch, context and tensor
+    parallelism (a replica is solved for large micro-batches, and small ones may be better exchanged otherwise)."""
+    return e.candidate.schedule, e.candidate.zero == 3, e.candidate.degrees.cp > 1, e.candidate.degrees.tp > 1
 
 
 def task_of(frame: Frame, estimates: Estimates, e: Estimate) -> Task:

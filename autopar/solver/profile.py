@@ -27,7 +27,7 @@ from autopar.solver.program import Floats, solve
 from autopar.solver.setting import Setting
 from autopar.solver.space import Pins, output_values
 from autopar.solver.spmd import make_program
-from autopar.solver.staged import different, located, of_one_gradient, saved_bytes, sent_on
+from autopar.solver.staged import different, located, of_one_gradient, same_for_all, saved_bytes, sent_on
 from autopar.solver.work import local_work
 
 #: What a tenth of the memory is worth to a lean replica, as a fraction of the time.
@@ -60,7 +60,8 @@ class State:
 @dataclass(frozen=True)
 class Profile:
     """Costs by unit of one micro-batch on one rank, collectives over cp and tp included: seconds ``forward``, of the
-    backward of ``inputs`` and of ``weights``, and by way to recompute those ``again``; bytes ``saved`` from a forward
+    backward of ``inputs`` and of ``weights``, by way to recompute those ``again``, and those that are ``early``: of the
+    forward, but once a step, the same for all micro-batches; bytes ``saved`` from a forward
     to its backward by way to recompute, those ``constant`` that all micro-batches share, and ``sent`` by all units but
     the last to the next one."""
 
@@ -68,6 +69,7 @@ class Profile:
     inputs: Floats
     weights: Floats
     again: dict[str, Floats]
+    early: Floats
     saved: dict[str, Floats]
     constant: dict[str, Floats]
     sent: Floats
@@ -209,12 +211,12 @@ class Replica:
 
     @functools.cached_property
     def _calls(self) -> dict[str, _Calls]:
-        """All operators, as forward, backward of inputs and of weights; and those that every way to recompute makes
-        again."""
-        of_weights = of_one_gradient(self.captured, self.operators)
+        """All operators, as forward, backward of inputs and of weights, and as early; and those that every way to
+        recompute makes again."""
+        of_weights, early = of_one_gradient(self.captured, self.operators), same_for_all(self.operators)
 
         def kind(op: Operator) -> int:
-            return 0 if not op.backward else 2 if op.node in of_weights else 1
+            return (3 if op.node in early else 0) if not op.backward else 2 if op.node in of_weights else 1
 
         repeated = {mode: [self.operators.by_node[n] for n in held.operators] for mode, held in self._held.items()}
         found = {"": self._called([(op, kind(op)) for op in self.operators])}
@@ -226,15 +228,15 @@ class Replica:
         return _Calls(places, [self.at[op.node] for op in calls], kinds, first)
 
     def _worked(self, calls: _Calls, micro_batches: int, mode: str) -> list[Floats]:
-        """Seconds by unit of calls on a micro-batch, by kind; what runs once a step counts for one of them."""
+        """Seconds by unit of calls, by kind, each run once: on a micro-batch what carries the batch."""
         again = made_again(self.operators, mode)
         fusion = fusion_of(self.operators, again) if self.setting.compiled else None
         work = [
             local_work(op, self.operators, self.mesh, self.assignment.strategies[op.node], micro_batches, fusion)
             for op in calls.first
         ]
-        seconds = self.prices.work_seconds(work) / micro_batches if work else np.zeros(0)
-        return calls.by_unit(seconds, len(self.row), 3)
+        seconds = self.prices.work_seconds(work) / [w.times for w in work] if work else np.zeros(0)
+        return calls.by_unit(seconds, len(self.row), 4)
 
     def profile(self, samples: int) -> Profile:
         """What the units cost in micro-batches of ``samples``."""
@@ -248,7 +250,7 @@ class Replica:
 
     def _profile(self, samples: int) -> Profile:
         parts = self.batch // samples
-        forward, inputs, weights = self._worked(self._calls[""], parts, MODES[0])
+        forward, inputs, weights, early = self._worked(self._calls[""], parts, MODES[0])
         moved = self._moved(self._issued[""], parts)
         again = {
             mode: self._worked(self._calls[mode], parts, mode)[0] + sum(self._moved(self._issued[mode], parts))
@@ -256,7 +258,8 @@ class Replica:
         }
         saved = {mode: each / parts for mode, (each, _) in self._saved.items()}
         constant = {mode: once for mode, (_, once) in self._saved.items()}
-        return Profile(forward + moved[0], inputs + moved[1], weights, again, saved, constant, self._sent / parts)
+        sent = self._sent / parts
+        return Profile(forward + moved[0], inputs + moved[1], weights, again, early, saved, constant, sent)
 
     @functools.cached_property
     def _saved(self) -> dict[str, tuple[Floats, Floats]]:

@@ -23,7 +23,7 @@ from autopar.sharding.axes import data_degree, state_axes, zero_group_size
 from autopar.sharding.layout import Layout
 from autopar.sharding.recompute import forward_blocks
 from autopar.sharding.zero import Zero
-from autopar.solver.candidates import CHUNKS, Candidate, Limits, all_degrees
+from autopar.solver.candidates import Candidate, Limits, able_chunks, all_degrees
 from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.estimate import Estimate
 from autopar.solver.microbatches import loss_place
@@ -88,7 +88,8 @@ def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: 
         loss_place(captured)  # says what is wrong, if that is it
         if size * (hints.dp or cluster.size) < batch:  # more than one micro-batch, whatever dp is
             why_whole(captured, operators, batch)
-    limits = Limits(batch, workload.seq_len or 1, len(row), parts, stages)
+    blocks = len(forward_blocks(operators)) or None
+    limits = Limits(batch, workload.seq_len or 1, len(row), parts, stages, blocks)
     budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
     return Frame(setting, hints, hint_pins(captured, hints), limits, budget)
 
@@ -237,7 +238,8 @@ def _cannot_be_kept(frame: Frame) -> HintError:
             change="choose a micro_batch_size that divides global_batch / dp, or another batch",
         )
     if hints.schedule is not None and hints.pp is not None and size is not None and ranks:
-        stages = frame.limits.stages or hints.pp * (ALL_SCHEDULES[hints.schedule] or min(CHUNKS))
+        chunks = ALL_SCHEDULES[hints.schedule] or min(able_chunks(hints.pp, frame.limits), default=2)
+        stages = frame.limits.stages or hints.pp * chunks
         check_schedule(hints.schedule, hints.pp, stages, batch // (ranks[0] * size))
     return HintError(
         "the hints cannot be kept together",

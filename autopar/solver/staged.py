@@ -105,7 +105,7 @@ class Stages:
     @property
     def early(self) -> frozenset[fx.Node]:
         """The operators that run once for all micro-batches."""
-        return frozenset() if self.micro_batches == 1 else _same_for_all(self.operators)
+        return frozenset() if self.micro_batches == 1 else same_for_all(self.operators)
 
     @cached_property
     def operators_of(self) -> list[list[Operator]]:
@@ -290,7 +290,7 @@ class Stages:
 
 
 @of_graph
-def _same_for_all(operators: Operators) -> frozenset[fx.Node]:
+def same_for_all(operators: Operators) -> frozenset[fx.Node]:
     """The operators of the forward that neither carry the batch nor read what is made of it."""
     varying: set[fx.Node] = set()
     for op in operators:
