@@ -18,6 +18,7 @@ import autopar
 from autopar import Cluster, Hints, Workload
 from autopar._compat import pipeline_order
 from autopar.cost_model.bubble import script, simulate
+from autopar.cost_model.communication import collective_seconds
 from autopar.cost_model.simulate import COMPUTE
 from autopar.cost_model.step import tasks_of
 from autopar.report.progress import progress
@@ -365,6 +366,19 @@ def test_what_can_run_in_parts() -> None:
     assert not parts_of(models.mlp(), torch.randn(4, 16))
     clip = next(a for a in zoo.VISION if a.name == "clip")
     assert not parts_of(*clip.make())
+
+
+def test_what_stages_send_is_split_where_sending_is_slow() -> None:
+    """Two hosts of two H100s over 1 Gb/s a device, pp 2 across hosts and tp 2 inside: an activation that is whole on both
+    ranks of tp would be sent by both. Split along the sequence, each sends half of a micro-batch's samples x 128 tokens
+    x 64 numbers of 4 bytes."""
+    table = Cluster.parse("h100-sxm:2x2").to_dict()
+    slow = Cluster.from_dict({**table, "device": {**table["device"], "network_gbs": 0.125}})
+    model = models.llama(hidden_size=64, intermediate_size=128, num_hidden_layers=4, max_position_embeddings=128)
+    plan = autopar.plan(model, slow, example_inputs=models.tokens(32, 128), hints=Hints(pp=2, tp=2, schedule="1f1b"))
+    whole = plan.micro_batch_size * 128 * 64 * 4
+    seconds = [float(collective_seconds("p2p", whole / n, slow.group(2, 2), slow.device)) for n in (1, 2)]
+    assert plan.timing is not None and plan.timing.up[0] == pytest.approx(seconds[1]) and seconds[0] > 1.5 * seconds[1]
 
 
 # ---- bounds and answers ----

@@ -88,12 +88,13 @@ def fair_cuts(seconds: Floats, ranks: Sequence[int]) -> Ints:
     def unfair(cut: Ints) -> tuple[float, float]:
         """Of cuts with the same load, as where several ranks have most, the fairer one is nearer to a better one."""
         of_stage = np.add.reduceat(seconds, cut)
-        return load(of_stage, ranks), float((np.bincount(own, of_stage) ** 2).sum()) * (1 + 1e-9)
+        return load(of_stage, ranks), float((np.bincount(own, of_stage) ** 2).sum())
 
     while own.any():
         of_rank = np.bincount(own, np.add.reduceat(seconds, cut))
-        givers, takers = (np.flatnonzero(own == rank) for rank in (of_rank.argmax(), of_rank.argmin()))
-        moves = [_moved(cut, a, b) for a in givers for b in takers if np.append(cut, n)[a + 1] - cut[a] > 1 and a != b]
+        givers, takers = (np.flatnonzero(own == rank).tolist() for rank in (of_rank.argmax(), of_rank.argmin()))
+        sizes = np.diff([*cut, n])
+        moves = [_moved(cut, a, b) for a in givers for b in takers if sizes[a] > 1 and a != b]
         best = min(moves, key=unfair, default=cut)
         if unfair(best) >= unfair(cut):
             break

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from autopar.cost_model.communication import collective_seconds
 from autopar.garbage import collecting_later
+from autopar.schedule import stage_ranks
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Mesh
+from autopar.sharding.rule import layouts
 from autopar.solver.estimate import in_flight
 from autopar.solver.pipeline import Pipeline
-from autopar.solver.program import Program, solve
+from autopar.solver.program import Floats, Program, solve
 from autopar.solver.setting import Setting
 from autopar.solver.space import Pins, Space
 from autopar.solver.spmd import Solved, account, make_program
-from autopar.solver.staged import Stages
+from autopar.solver.staged import Stages, crossing, located
 
 
 @dataclass(frozen=True)
@@ -67,12 +71,32 @@ class Task:
 
     @cached_property
     def _program(self) -> tuple[Space, Program]:
-        """The program, which counts as many micro-batches in flight as the fullest rank of a pipeline holds."""
+        """The program, which counts as many micro-batches in flight as the fullest rank of a pipeline holds, and what
+        its stages send one another."""
         line, held = self.pipeline, 1.0
         if line is not None:
             chunks = len(line.stages) // line.pp
             held = float(in_flight(line.schedule, line.pp, chunks, self.pins.micro_batches).max())
-        return make_program(self.setting, self.mesh, self.pins, in_flight=held)
+        space, program = make_program(self.setting, self.mesh, self.pins, in_flight=held)
+        if line is None:
+            return space, program
+        return space, replace(program, seconds=self._with_sends(line, space, program.seconds))
+
+    def _with_sends(self, line: Pipeline, space: Space, seconds: Sequence[Floats]) -> list[Floats]:
+        """The seconds of all options with those in which what they make is sent on to other ranks of the pipeline, and
+        its gradient back: every rank of a stage sends its own piece, and what is whole on all of them, all of it."""
+        setting, operators = self.setting, self.setting.operators
+        group, micro_batches = setting.cluster.group(self.mesh.size, line.pp), self.pins.micro_batches
+        ranks = stage_ranks(line.schedule, line.pp, len(line.stages))
+        at, found = located(setting.captured, operators, line.stages), [s.copy() for s in seconds]
+        for value, (first, last) in crossing(setting.captured, operators, at).items():
+            times = 2 * micro_batches * sum(ranks[s] != ranks[s + 1] for s in range(first, last))
+            d, strategies = space.of_node[value.node]
+            for k, strategy in enumerate(strategies):
+                layout = layouts(operators.by_node[value.node].rule, strategy, self.mesh)[1][value.index]
+                sent = layout.local_bytes(self.mesh, operators.specs[value]) / micro_batches
+                found[d][k] += times * float(collective_seconds("p2p", sent, group, setting.cluster.device))
+        return found
 
     def _stages(self, assignment: Assignment) -> Stages:
         """The stages of an assignment, of a whole step on a mesh or of a pipeline of such meshes."""
