@@ -1,4 +1,4 @@
-"""Captures, plans and verifies the models of ``tests/zoo.py`` and ``tests/plain_models.py``; writes ``docs/models.md``.
+"""Captures, plans and verifies the models of ``tests/zoo*.py`` and of ``tests/plain_models.py``: ``docs/models.md``.
 
     python benchmarks/model_table.py
 
@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from models import Case  # noqa: E402
 from plain_models import GRU, LSTM, MOBILENET, RECOMMENDER, RESNET50, UNET, VIT  # noqa: E402
 from zoo import ARCHITECTURES, MINILM, MIXTURES, REFUSED, SPLIT, minilm_folder, split_share  # noqa: E402
+from zoo_wide import WIDER  # noqa: E402
 
 import autopar  # noqa: E402
 from autopar import Hints  # noqa: E402
@@ -44,12 +45,13 @@ Every model below is built small, captured, planned with tp={RANKS} and run on {
 Works: all results and gradients agree with eager PyTorch on the untouched model to 1e-10, and at least {SPLIT:.0%} of
 the FLOPs are split over the ranks. Partly: it agrees, and more is repeated. Refused: a `CaptureError` with the reason.
 `tests/test_zoo.py` and `tests/test_plain_models.py` have the same in float32 and float64 on 2, 4 and 8 ranks, free
-and with dp, tp or both forced, with and without ZeRO-3 (most of it marked slow), and hold the {SPLIT:.0%} everywhere.
+and with dp, tp or both forced, with and without ZeRO-3 (most of it marked slow; of `tests/zoo_wide.py` tp and dp on 2
+ranks), and hold the {SPLIT:.0%} everywhere.
 
 ## transformers
 
-Two layers each (`tests/zoo.py`). Of a mixture of experts the FLOPs are those of rank 0, which has what the router
-sends to its half of the experts (`tests/test_experts.py` has other plans).
+Two layers each (`tests/zoo.py`, `tests/zoo_wide.py`). Of a mixture of experts the FLOPs are those of rank 0, which has
+what the router sends to its half of the experts (`tests/test_experts.py` has other plans).
 """
 PLAIN_HEAD = """
 ## Ordinary PyTorch modules
@@ -102,7 +104,7 @@ def table(first: str, cases: Mapping[Case, str]) -> str:
 
 def main() -> None:
     """Write both tables."""
-    models = [*ARCHITECTURES, *MIXTURES, *([MINILM] if minilm_folder() else []), *REFUSED]
+    models = [*ARCHITECTURES, *MIXTURES, *WIDER, *([MINILM] if minilm_folder() else []), *REFUSED]
     text = HEAD + table("architecture", {m: m.family for m in models}) + PLAIN_HEAD + table("model", PLAIN)
     TARGET.parent.mkdir(exist_ok=True)
     TARGET.write_text(text, encoding="utf-8")

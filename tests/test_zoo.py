@@ -26,8 +26,10 @@ from zoo import (
     packed_batch,
     split_share,
 )
+from zoo_wide import WIDER
 
 import autopar
+from autopar import Hints
 from autopar.capture.hf_attention import _pattern
 from autopar.runtime.verify import VerifyReport
 from autopar.specialize import capture_batch
@@ -82,6 +84,41 @@ def test_architecture(architecture: Architecture, dtype: torch.dtype, layout: st
     assert report.flops_share <= 1.1 / report.world_size and split_share(report) >= SPLIT, report
 
 
+#: Of the wider zoo what runs by default: stochastic depth, an image in a text, checks of values.
+SHOWN = ("beit", "llava", "xlnet")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "layout"),
+    [
+        pytest.param(a, dtype, layout, id=f"{a.name}-{NAMES[dtype]}-{layout}",
+                     marks=[pytest.mark.slow] * ((a.name, dtype, layout) not in [(n, *DEFAULT[0]) for n in SHOWN]))
+        for a in WIDER
+        for dtype, layout in ((torch.float32, "tp2"), (torch.float64, "tp2"), (torch.float64, "dp2"))
+    ],
+)  # fmt: skip
+def test_wider(architecture: Architecture, dtype: torch.dtype, layout: str) -> None:
+    """As `test_architecture`."""
+    report = run(architecture, dtype, layout)
+    check(report, dtype)
+    assert report.flops_share <= 1.1 / report.world_size and split_share(report) >= SPLIT, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper", "m2m100", "llava", "paligemma"])
+@pytest.mark.parametrize(("hints", "ranks"), [(Hints(pp=2, dp=1, tp=1), 2),
+                                              (Hints(pp=2, dp=1, tp=2, micro_batch_size=2), 4)],
+                         ids=["pp2", "pp2-tp2"])  # fmt: skip
+def test_pipelines_of_two_parts(name: str, hints: Hints, ranks: int) -> None:
+    """Encoders and decoders, towers and language models under a pipeline: every stage has its part of the work."""
+    architecture = next(a for a in (*ARCHITECTURES, *WIDER) if a.name == name)
+    with precision(torch.float64):
+        model, batch = architecture.make(torch.float64)
+        report = autopar.verify(model, cluster(ranks), hints=hints, example_inputs=batch)
+    check(report, torch.float64)
+    assert report.flops_share <= 1.3 / ranks, report
+
+
 def test_the_table_has_every_model() -> None:
     """docs/models.md, written by benchmarks/model_table.py, has a row for each model here and of `plain_models`; all
     that is not refused works, with at least 95 % of its FLOPs split."""
@@ -89,7 +126,7 @@ def test_the_table_has_every_model() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     found = {(row[0], row[1]): row[2:] for row in rows if row[1] not in ("kind", "---")}
     refused = {(a.name, a.family) for a in REFUSED}
-    assert {*((a.name, a.family) for a in (*ARCHITECTURES, MINILM)), *refused} <= found.keys()
+    assert {*((a.name, a.family) for a in (*ARCHITECTURES, *WIDER, MINILM)), *refused} <= found.keys()
     assert {case.name for case in CASES if case is not RESNET} <= {name for name, _ in found}
     for model, (status, split, *_) in found.items():
         works = status == "works" and float(split.removesuffix("%")) >= 100 * SPLIT

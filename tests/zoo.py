@@ -47,7 +47,7 @@ def split_share(report: VerifyReport) -> float:
 @dataclass(frozen=True)
 class Architecture(Case):
     """A `Case` named after its architecture; ``family`` is decoder, mixture of experts, encoder, encoder-decoder, state
-    space, vision or speech.
+    space, vision, vision-language, speech or series.
 
     ``options`` are inputs that are no tensors.
     """
@@ -61,7 +61,7 @@ class Architecture(Case):
         return model, {**batch, **self.options}
 
 
-def _model(kind: str, family: str, **config: Any) -> Callable[[], nn.Module]:
+def model(kind: str, family: str, **config: Any) -> Callable[[], nn.Module]:
     """A builder of ``<kind>`` from ``<family>Config``; dropout stays as the config has it."""
 
     def build() -> nn.Module:
@@ -72,7 +72,7 @@ def _model(kind: str, family: str, **config: Any) -> Callable[[], nn.Module]:
 
 def causal(name: str, family: str, kind: str = "decoder", **config: Any) -> Architecture:
     """``<family>ForCausalLM`` and its batch."""
-    return Architecture(name, _model(f"{family}ForCausalLM", family, **config), causal_batch, kind)
+    return Architecture(name, model(f"{family}ForCausalLM", family, **config), causal_batch, kind)
 
 
 def decoder_inputs_batch() -> Batch:
@@ -131,7 +131,7 @@ DECODERS = (
     causal("qwen3", "Qwen3", **GATED, head_dim=8),
     causal("mistral", "Mistral", **SLIDING),
     causal("gemma2", "Gemma2", **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
-    Architecture("gemma3", _model("Gemma3ForCausalLM", "Gemma3Text", **GEMMA), causal_batch),
+    Architecture("gemma3", model("Gemma3ForCausalLM", "Gemma3Text", **GEMMA), causal_batch),
     causal("phi3", "Phi3", **GATED),
     causal("opt", "OPT", **SIZES, ffn_dim=64, word_embed_proj_dim=32),
     causal("gpt-neox", "GPTNeoX", **WIDE),
@@ -163,13 +163,13 @@ MIXTURES = (
     _mixture("glm4-moe", "Glm4Moe", **SPARSE, n_routed_experts=8, head_dim=8, first_k_dense_replace=1),
 )
 ENCODERS = (
-    Architecture("bert", _model("BertForMaskedLM", "Bert", **WIDE), masked_batch, "encoder"),
+    Architecture("bert", model("BertForMaskedLM", "Bert", **WIDE), masked_batch, "encoder"),
     Architecture(
-        "roberta", _model("RobertaForMaskedLM", "Roberta", **WIDE, type_vocab_size=2), masked_batch, "encoder"
+        "roberta", model("RobertaForMaskedLM", "Roberta", **WIDE, type_vocab_size=2), masked_batch, "encoder"
     ),
     Architecture(
         "distilbert",
-        _model("DistilBertForMaskedLM", "DistilBert", vocab_size=VOCABULARY, dim=32, hidden_dim=64, n_layers=2,
+        model("DistilBertForMaskedLM", "DistilBert", vocab_size=VOCABULARY, dim=32, hidden_dim=64, n_layers=2,
                n_heads=4, max_position_embeddings=32),
         causal_batch,
         "encoder",
@@ -178,7 +178,7 @@ ENCODERS = (
 ENCODER_DECODERS = (
     Architecture(
         "t5",
-        _model("T5ForConditionalGeneration", "T5", vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2,
+        model("T5ForConditionalGeneration", "T5", vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2,
                num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=6,
                decoder_start_token_id=0),
         decoder_inputs_batch,
@@ -186,7 +186,7 @@ ENCODER_DECODERS = (
     ),
     Architecture(
         "bart",
-        _model("BartForConditionalGeneration", "Bart", vocab_size=VOCABULARY, d_model=32, encoder_layers=2,
+        model("BartForConditionalGeneration", "Bart", vocab_size=VOCABULARY, d_model=32, encoder_layers=2,
                decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
                decoder_ffn_dim=64, max_position_embeddings=32),
         decoder_inputs_batch,
@@ -196,7 +196,7 @@ ENCODER_DECODERS = (
 STATE_SPACE = (
     Architecture(
         "mamba2",
-        _model("Mamba2ForCausalLM", "Mamba2", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_heads=8,
+        model("Mamba2ForCausalLM", "Mamba2", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_heads=8,
                head_dim=8, state_size=8, n_groups=2, chunk_size=4, pad_token_id=0, bos_token_id=1, eos_token_id=2),
         causal_batch,
         "state space",
@@ -205,7 +205,7 @@ STATE_SPACE = (
 VISION = (
     Architecture(
         "vit",
-        _model("ViTForImageClassification", "ViT", hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        model("ViTForImageClassification", "ViT", hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                num_attention_heads=4, image_size=16, patch_size=4, num_labels=3),
         image_batch,
         "vision",
@@ -215,7 +215,7 @@ VISION = (
 SPEECH = (
     Architecture(
         "whisper",
-        _model("WhisperForConditionalGeneration", "Whisper", vocab_size=VOCABULARY, num_mel_bins=8, d_model=32,
+        model("WhisperForConditionalGeneration", "Whisper", vocab_size=VOCABULARY, num_mel_bins=8, d_model=32,
                encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
                encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=8, max_target_positions=16, pad_token_id=0,
                bos_token_id=1, eos_token_id=2, decoder_start_token_id=3),

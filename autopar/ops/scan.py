@@ -57,7 +57,7 @@ def _check(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk: int) -
         raise ValueError(f"chunk is positive, found {chunk}")
 
 
-def _by_chunks(t: Tensor, chunk: int, *heads: int) -> Tensor:
+def by_chunks(t: Tensor, chunk: int, *heads: int) -> Tensor:
     """[B, S, H or G, ...] -> [B, z, l, *heads, ...], the sequence filled up with zeros, which change nothing."""
     missing = -t.shape[1] % chunk
     if missing:
@@ -65,12 +65,12 @@ def _by_chunks(t: Tensor, chunk: int, *heads: int) -> Tensor:
     return t.reshape(t.shape[0], t.shape[1] // chunk, chunk, *heads, *t.shape[3:])
 
 
-def _whole(t: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `_by_chunks`, in the shape of ``like``."""
+def whole(t: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `by_chunks`, in the shape of ``like``."""
     return t.reshape(t.shape[0], t.shape[1] * t.shape[2], *like.shape[2:])[:, : like.shape[1]].contiguous()
 
 
-def _decays(log: Tensor) -> Tensor:
+def decays(log: Tensor) -> Tensor:
     """exp of the sum of ``log`` [..., l] over s < i <= l, [..., l, s]; 0 where s > l."""
     length = log.shape[-1]
     lower = torch.ones(length, length, dtype=torch.bool, device=log.device).tril()
@@ -82,10 +82,10 @@ def _prepare(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk: int)
     groups = b.shape[2]
     heads = groups, x.shape[2] // groups if groups else 0
     chunk = max(min(chunk, x.shape[1]), 1)
-    x, dt = _by_chunks(x, chunk, *heads), _by_chunks(dt, chunk, *heads)
-    b, c = _by_chunks(b, chunk, groups), _by_chunks(c, chunk, groups)
+    x, dt = by_chunks(x, chunk, *heads), by_chunks(dt, chunk, *heads)
+    b, c = by_chunks(b, chunk, groups), by_chunks(c, chunk, groups)
     log = (dt * a.view(heads)).permute(0, 1, 3, 4, 2)
-    decay = _decays(log)
+    decay = decays(log)
     weights = torch.einsum("bzlgn,bzsgn->bzgls", c, b).unsqueeze(3) * decay
     sums = log.cumsum(-1)
     from_start, to_end = (t.permute(0, 1, 4, 2, 3)[..., None] for t in (sums.exp(), decay[..., -1, :]))
@@ -127,7 +127,7 @@ def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk: int) -> 
     _check(x, dt, a, b, c, chunk)
     k = _prepare(x, dt, a, b, c, chunk)
     inside = torch.einsum("bzgrls,bzsgrp->bzlgrp", k.weights, k.u)
-    return _whole(inside + torch.einsum("bzlgn,bzgrpn->bzlgrp", k.c, _states(k)) * k.from_start, x)
+    return whole(inside + torch.einsum("bzlgn,bzgrpn->bzlgrp", k.c, _states(k)) * k.from_start, x)
 
 
 @scan.register_fake
@@ -136,14 +136,14 @@ def _(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk: int) -> Ten
     return x.new_empty(x.shape)
 
 
-def _log_gradient(k: _Chunks, d_weights: Tensor, later: Tensor, earlier: Tensor, through: Tensor) -> Tensor:
-    """Gradient of the logarithm of the decay into every position t, [B, z, l, g, r]: of all pairs of an input before t
-    and a result at or after it. ``later`` has what results of the chunk owe to the state before it, ``earlier`` what
-    inputs of the chunk give to the state after it, ``through`` what passes it."""
-    pairs = k.weights * d_weights
+def log_gradient(pairs: Tensor, later: Tensor, earlier: Tensor, through: Tensor) -> Tensor:
+    """Gradient of the logarithm of the decay into every position t, [..., l]: of all ``pairs`` [..., l, s] of an input
+    s before t and a result l at or after it, each with what its decay owes. ``later`` [..., l] has what results of the
+    chunk owe to the state before it, ``earlier`` what inputs of the chunk give to the state after it, ``through``
+    [..., 1] what passes it."""
     before = pairs.cumsum(-1) - pairs  # over s < t; the subtraction is of one term from a sum that holds it
-    inside = before.tril().sum(-2).permute(0, 1, 4, 2, 3)
-    return inside + later.flip(2).cumsum(2).flip(2) + (earlier.cumsum(2) - earlier) + through
+    inside = before.tril().sum(-2)
+    return inside + later.flip(-1).cumsum(-1).flip(-1) + (earlier.cumsum(-1) - earlier) + through
 
 
 @torch.library.custom_op(
@@ -155,7 +155,7 @@ def scan_backward(
     """Contiguous gradients (dx, ddt, da, db, dc) of ``scan``, by its arguments and the gradient [B, S, H, P] of y."""
     k = _prepare(x, dt, a, b, c, chunk)
     heads = k.dt.shape[3:]
-    g = _by_chunks(grad, k.dt.shape[2], *heads)
+    g = by_chunks(grad, k.dt.shape[2], *heads)
     states = _states(k)
     d_states = _carried(torch.einsum("bzlgn,bzlgrp->bzgrpn", k.c, g * k.from_start), k.across, reverse=True)
     d_weights = torch.einsum("bzlgrp,bzsgrp->bzgrls", g, k.u)
@@ -166,12 +166,14 @@ def scan_backward(
     db = torch.einsum("bzgls,bzlgn->bzsgn", of_pairs, k.c) + of_d_state.sum(4)
     du = torch.einsum("bzgrls,bzlgrp->bzsgrp", k.weights, g)
     du = du + torch.einsum("bzlgn,bzgrpn->bzlgrp", k.b, d_states) * k.to_end
-    through = (k.across * states * d_states).sum((-2, -1))[:, :, None]
-    later, earlier = ((t * of.unsqueeze(4)).sum(-1) for t, of in ((of_state, k.c), (of_d_state, k.b)))
-    d_log = _log_gradient(k, d_weights, later, earlier, through)
+    through = (k.across * states * d_states).sum((-2, -1))[..., None]
+    later, earlier = (
+        (t * of.unsqueeze(4)).sum(-1).permute(0, 1, 3, 4, 2) for t, of in ((of_state, k.c), (of_d_state, k.b))
+    )
+    d_log = log_gradient(k.weights * d_weights, later, earlier, through).permute(0, 1, 4, 2, 3)
     ddt = (k.x * du).sum(-1) + d_log * a.view(heads)
     da = (d_log * k.dt).sum((0, 1, 2)).reshape(a.shape)
-    return _whole(du * k.dt[..., None], x), _whole(ddt, dt), da, _whole(db, b), _whole(dc, c)
+    return whole(du * k.dt[..., None], x), whole(ddt, dt), da, whole(db, b), whole(dc, c)
 
 
 @scan_backward.register_fake

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import autopar.ops.attention
+import autopar.ops.delta
 import autopar.ops.dropout
 import autopar.ops.scan
 import autopar.ops.uniform
@@ -791,3 +792,22 @@ def state_space_scan(d: Draw, target: Any) -> Call:
 def state_space_scan_backward(d: Draw, target: Any) -> Call:
     args = _scan(d)
     return (d.real(args[0].shape), *args), {}
+
+
+def _delta(d: Draw) -> tuple[Any, ...]:
+    batch, length, groups, group = d.size(), d.pick([5, 4, 1]), d.pick([2, 1, 4, 3]), d.pick([1, 2, 4])
+    channels, state = d.pick([4, 2, 3]), d.pick([2, 3])
+    heads = groups * group
+    q, k, v = (d.real([batch, length, *shape]) for shape in ((groups, state), (groups, state), (heads, channels)))
+    return q, k, v, -d.real([batch, length, heads]).abs(), d.real([batch, length, heads]).sigmoid(), d.pick([2, 3, 8])
+
+
+@sample(own.delta_rule.default)
+def delta_rule(d: Draw, target: Any) -> Call:
+    return _delta(d), {}
+
+
+@sample(own.delta_rule_backward.default)
+def delta_rule_backward(d: Draw, target: Any) -> Call:
+    q, k, v, *rest = _delta(d)
+    return (d.real(v.shape), q, k, v, *rest), {}
