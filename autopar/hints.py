@@ -19,10 +19,13 @@ from autopar.errors import HintError
 from autopar.schedule import ALL_SCHEDULES
 from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, STATE_AXES, TENSOR_AXIS
 from autopar.sharding.recompute import blocks_made_again
+from autopar.sharding.rules.attention import WAYS
 
 #: Axes that split tensors, and with that of the pipeline all that ranks are laid out on, outermost first.
 AXES = (DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 DEGREES = ("pp", *AXES)
+#: Over how many ranks experts are spread: those of other axes, so that it is no factor of the number of ranks.
+EXPERTS = "ep"
 ZERO_STAGES = (0, 1, 2, 3)
 
 _BYTE_UNITS = (
@@ -83,13 +86,16 @@ def check_recompute(mode: object, blocks: int | None = None) -> None:
 class Hints:
     """Decisions that the planner must keep; None leaves them to it.
 
-    ``pp``, ``dp``, ``cp`` and ``tp`` are degrees (`sharding.axes`), ``schedule`` is a pipeline schedule (one of
-    `autopar.schedule.ALL_SCHEDULES`), ``stages`` maps patterns of module paths (blocks, and modules outside of them
+    ``pp``, ``dp``, ``cp`` and ``tp`` are degrees (`sharding.axes`), ``ep`` says over how many of the ranks of dp, cp
+    and tp the experts of a model are spread (1: every rank has all of them), ``schedule`` is a pipeline schedule (one
+    of `autopar.schedule.ALL_SCHEDULES`), ``stages`` maps patterns of module paths (blocks, and modules outside of them
     that own parameters) to pipeline stages, ``zero`` is 0 to 3, ``zero_group_size`` says over how many ranks of dp (x
     cp) ZeRO splits state, of which the other ranks have replicas (hybrid ZeRO), ``reshard_after_forward=False``
     (FSDP2's word) keeps what ZeRO-3 gathers for a forward until its backward (`sharding.zero`), ``micro_batch_size`` is
     in samples a rank, ``recompute`` is "none", "selective", "full", or "full:4" for the first four blocks alone
-    (`sharding.recompute`), ``memory_limit`` is bytes a device (as `parse_bytes` reads them), ``shard`` maps parameter
+    (`sharding.recompute`), ``attention`` is how attention is computed where cp splits the sequence: with "heads" split
+    instead (Ulysses), as a "ring" in which keys and values go round, or with all of them on every rank ("gather"),
+    ``memory_limit`` is bytes a device (as `parse_bytes` reads them), ``shard`` maps parameter
     patterns (see the module) to the dim that each axis splits, e.g.
     ``{"model.layers.*.mlp.down_proj.weight": {"tp": 1}}``. HintError for bad values and for hints that contradict each
     other whatever the model; what depends on model and cluster is for `check_hints`.
@@ -99,6 +105,7 @@ class Hints:
     dp: int | None = None
     cp: int | None = None
     tp: int | None = None
+    ep: int | None = None
     schedule: str | None = None
     stages: Mapping[str, int] | None = None
     zero: int | None = None
@@ -106,11 +113,12 @@ class Hints:
     reshard_after_forward: bool | None = None
     micro_batch_size: int | None = None
     recompute: str | None = None
+    attention: str | None = None
     memory_limit: int | str | None = None
     shard: Mapping[str, Mapping[str, int]] | None = None
 
     def __post_init__(self) -> None:
-        for axis in DEGREES:
+        for axis in (*DEGREES, EXPERTS):
             if (degree := getattr(self, axis)) is not None and not _is_int(degree, 1):
                 raise HintError(
                     f"{axis}={degree!r} is no degree.",
@@ -143,6 +151,8 @@ class Hints:
             )
         if self.recompute is not None:
             check_recompute(self.recompute)
+        if self.attention is not None:
+            _check_attention(self)
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
         if self.shard is not None:
@@ -303,6 +313,24 @@ def _check_pipeline(hints: Hints) -> None:
                 found=f"pp={hints.pp}",
                 change=f"give pp, or leave {name} out",
             )
+
+
+def _check_attention(hints: Hints) -> None:
+    """HintError for a way to compute attention that there is not, or where no axis is there for it."""
+    if hints.attention not in WAYS:
+        raise HintError(
+            f"attention={hints.attention!r} is not available.",
+            expected=f"one of {', '.join(WAYS)}",
+            found=repr(hints.attention),
+            change=nearest_names(str(hints.attention), WAYS),
+        )
+    if hints.cp in (None, 1):
+        raise HintError(
+            f"The hint attention={hints.attention!r} asks for a sequence that is split, and it is not.",
+            expected="cp of at least 2 beside attention",
+            found=f"cp={hints.cp}",
+            change="give cp, or leave attention out",
+        )
 
 
 def _check_zero_group(hints: Hints) -> None:

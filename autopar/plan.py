@@ -19,7 +19,7 @@ from typing import Any, Self, cast, get_args, get_origin, get_type_hints
 from autopar.cluster import Cluster
 from autopar.cost_model.step import Timing, is_whole
 from autopar.errors import AutoparError, HintError, PlanError
-from autopar.hints import DEGREES, ZERO_STAGES, Hints, check_recompute, nearest_names
+from autopar.hints import DEGREES, EXPERTS, ZERO_STAGES, Hints, check_recompute, nearest_names
 from autopar.replan import with_hints
 from autopar.report.binding import Binding, binding
 from autopar.report.compare import Comparison, Measured, compare
@@ -34,7 +34,7 @@ from autopar.sharding.zero import COPIES, REDUCED
 from autopar.workload import Workload
 
 #: Raised whenever a plan that an older autopar wrote would be misread.
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,13 @@ class Alternative:
 class ParameterPlan:
     """How one parameter, its gradient and its optimizer state rest between steps. ``shape`` is global; ``copy`` and
     ``gradient`` are how long the copy lives in which it is used, and how often its gradient is reduced over dp
-    (`sharding.zero`)."""
+    (`sharding.zero`); ``used`` are the axes of the tokens that split it in use too, those of experts."""
 
     shape: tuple[int, ...]
     storage: Layout
     copy: str = "use"
     gradient: str = "step"
+    used: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,8 @@ class Plan:
 
     ``structure`` is the hash of the model's graph and shapes. ``zero_group_size`` is the number of ranks of dp over
     which hybrid ZeRO splits state (`sharding.axes`), None where it is split over all of them or not at all.
+    ``expert_group_size`` is the number of ranks of dp over which experts are spread, None where they are over none;
+    ``degrees`` says of a model that has experts over how many ranks of all axes they are, as "ep".
     ``breakdown`` has the seconds of ``compute``, ``exposed
     communication``, ``bubble`` and ``optimizer``, which add up to ``step_time``, of the slowest rank of a simulation of
     ``timing`` (None in a plan written by hand); ``memory`` has bytes by kind, each at its most, and
@@ -147,6 +150,7 @@ class Plan:
     workload: dict[str, Any]
     hints: dict[str, Any]
     flops_share: float
+    expert_group_size: int | None = None
     decisions: tuple[Decision, ...] = ()
     timing: Timing | None = None
     version: int = PLAN_VERSION
@@ -169,13 +173,13 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Number of ranks the plan needs."""
-        return math.prod(self.degrees.values())
+        return math.prod(self.degrees[axis] for axis in DEGREES)
 
     @property
     def mesh(self) -> Mesh:
         """The device mesh of a pipeline stage, as `sharding.axes.make_mesh` makes it."""
         dp, cp, tp = (self.degrees[axis] for axis in (DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS))
-        return make_mesh(dp, cp, tp, self.zero_group_size)
+        return make_mesh(dp, cp, tp, self.zero_group_size, self.expert_group_size)
 
     def layout(self, name: str) -> Layout:
         """The storage layout of a parameter. PlanError, with the nearest names, if the plan has none of that name."""
@@ -390,14 +394,17 @@ def _check_pipeline(plan: Plan) -> None:
 def _check(plan: Plan) -> None:
     """What the types do not say: axes and zero are known ones, every parameter's layout fits its shape, and cluster,
     workload and hints can be read."""
-    if set(plan.degrees) != set(DEGREES) or any(degree < 1 for degree in plan.degrees.values()):
-        raise _bad("plan.degrees", "positive degrees of pp, dp, cp and tp", plan.degrees)
+    if set(plan.degrees) - {EXPERTS} != set(DEGREES) or any(degree < 1 for degree in plan.degrees.values()):
+        raise _bad("plan.degrees", "positive degrees of pp, dp, cp and tp, and ep of experts", plan.degrees)
     _check_pipeline(plan)
     if plan.zero not in ZERO_STAGES:
         raise _bad("plan.zero", " or ".join(map(str, ZERO_STAGES)), plan.zero)
     size, dp = plan.zero_group_size, plan.degrees[DATA_AXIS]
     if size is not None and (not 1 < size < dp or dp % size):
         raise _bad("plan.zero_group_size", f"null, or a divisor of dp={dp} other than 1 and {dp}", size)
+    spread, group = plan.expert_group_size, size or dp
+    if spread is not None and (spread < 2 or group % spread):
+        raise _bad("plan.expert_group_size", f"null, or a divisor of {group} other than 1", spread)
     try:
         check_recompute(plan.recompute)
     except HintError as error:

@@ -118,7 +118,8 @@ def specialize(
     found = _carry(plan, captured or _capture_for(model, plan, args, kwargs, training), local)
     lost = fallbacks(found.captured, found.operators, found.assignment, plan, input_names(args, kwargs))
     lengths = _length_dims(found.captured) if Workload.from_dict(plan.workload).pad_to else ()
-    copies = {name: kept.copy for name, kept in keepings(found.captured, found.assignment, plan).items()}
+    decided = keepings(found.captured, found.operators, found.assignment, plan)
+    copies = {name: kept.copy for name, kept in decided.items()}
     emitted = emit(found.captured, found.operators, found.assignment, plan.recompute, copies)
     units = _stage_units(model, plan, found.captured, found.operators) if plan.schedule is not None else ()
     return replace(emitted, fallbacks=lost, length_dims=lengths, units=units)
@@ -144,7 +145,7 @@ def specialize_step(
     loss, count = loss_place(captured), _count(plan, captured)
     found = _carry(plan, captured, local, count)
     operators, assignment = found.operators, found.assignment
-    kept = keepings(captured, assignment, plan)
+    kept = keepings(captured, operators, assignment, plan)
     split = frozenset(captured.inputs)
     if count > 1:
         split = split_inputs(captured)

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+import autopar.ops.permute  # noqa: F401  defines the operator
 from autopar.ops.exchange import piece_sizes
+from autopar.sharding.axes import GROUP_PREFIX, group_of
 from autopar.sharding.layout import Mesh
 from autopar.sharding.redistribute import Step
 
@@ -25,23 +27,24 @@ REDUCE_SCATTER = functional.reduce_scatter_tensor.default
 ALL_REDUCE = functional.all_reduce.default
 ALL_TO_ALL = functional.all_to_all_single.default
 WAIT = functional.wait_tensor.default
+#: Every rank sends to one other: no functional collective until `bind` makes it one.
+PERMUTE = torch.ops.autopar.permute.default
 
 #: Functional collective -> its name in the cost model.
-KINDS = {ALL_GATHER: "all_gather", REDUCE_SCATTER: "reduce_scatter", ALL_REDUCE: "all_reduce", ALL_TO_ALL: "all_to_all"}
-
-_PREFIX = "axis:"
+KINDS = {
+    ALL_GATHER: "all_gather",
+    REDUCE_SCATTER: "reduce_scatter",
+    ALL_REDUCE: "all_reduce",
+    ALL_TO_ALL: "all_to_all",
+    PERMUTE: "p2p",
+}
 
 Emit = Callable[..., Any]
 
 
-def group_of(axis: str) -> str:
-    """How the group of an axis is written in a graph."""
-    return _PREFIX + axis
-
-
 def axis_of(group: str) -> str:
     """The axis of a group as `group_of` writes it."""
-    return group.removeprefix(_PREFIX)
+    return group.removeprefix(GROUP_PREFIX)
 
 
 def group_argument(node: fx.Node) -> str:
@@ -98,12 +101,21 @@ def emit_exchange(
 
 
 def emit_step(
-    emit: Emit, x: Any, step: Step, mesh: Mesh, shape: Sequence[int], coordinate: Callable[[str], Any]
+    emit: Emit,
+    x: Any,
+    step: Step,
+    mesh: Mesh,
+    shape: Sequence[int],
+    coordinate: Callable[[str], Any],
+    routed: bool = False,
 ) -> Any:
     """Write one redistribution step. ``shape`` is the tensor's global shape, ``coordinate(axis)`` gives this rank's
-    coordinate, int64 [1]."""
+    coordinate, int64 [1]. Of ``routed`` rows there are as many as there happen to be; their last dim alone is cut or
+    gathered."""
     n = mesh.degree(step.axis)
     local = list(step.before.local_shape(mesh, shape))
+    if routed:
+        local[:2] = [1, -1]
     group = group_of(step.axis)
     if step.kind == "chunk":
         d = step.target

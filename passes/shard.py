@@ -21,7 +21,7 @@ from autopar.passes.collectives import aten, emit_exchange, emit_step
 from autopar.passes.sums import base
 from autopar.sharding.assignment import AliasKey, Assignment, Router, Transfer, direction, result_layouts
 from autopar.sharding.buckets import Pieces
-from autopar.sharding.layout import Layout
+from autopar.sharding.layout import Layout, TensorSpec
 from autopar.sharding.operators import ROUTED, Operator, Operators, Value, routing, value_of
 from autopar.sharding.redistribute import Step
 from autopar.sharding.rule import Local, layouts, run_local
@@ -118,7 +118,7 @@ class _Emitter:
             for step, piece in zip(transfer.steps, self.pieces.of(transfer), strict=True):
                 index = self._tokens_of_group(value, backward, step) if transfer.spec.routed else None
                 self.meta = {**meta, "backward": backward, "piece": piece, ROUTED: transfer.spec.routed}
-                x = self._step(x, step, transfer.spec.shape, index)
+                x = self._step(x, step, transfer.spec, index)
             self.meta, self.nodes[(value, backward, transfer.target)] = meta, x
         return self._in(value, backward, wanted)
 
@@ -130,12 +130,12 @@ class _Emitter:
         over = step.after if step.target == 0 else step.before
         return self.read(index, backward, None, Layout((over.dims[1], ())))
 
-    def _step(self, x: fx.Node, step: Step, shape: Sequence[int], index: fx.Node | None) -> fx.Node:
+    def _step(self, x: fx.Node, step: Step, spec: TensorSpec, index: fx.Node | None) -> fx.Node:
         if index is None:
-            return emit_step(self.emit, x, step, self.mesh, shape, self.coordinate)
+            return emit_step(self.emit, x, step, self.mesh, spec.shape, self.coordinate, spec.routed)
         shared = step.before if step.target == 0 else step.after
-        first = self.emit(aten.select.int, self.starts(shared, shape), 0, 0) if shared.dims[0] else None
-        return emit_exchange(self.emit, x, step, self.mesh, shape, self.coordinate(step.axis), index, first)
+        first = self.emit(aten.select.int, self.starts(shared, spec.shape), 0, 0) if shared.dims[0] else None
+        return emit_exchange(self.emit, x, step, self.mesh, spec.shape, self.coordinate(step.axis), index, first)
 
     def _in(self, value: Value, backward: bool, layout: Layout) -> fx.Node:
         return self.nodes[(value, None, layout) if layout == self.produced[value] else (value, backward, layout)]
@@ -160,9 +160,8 @@ class _Emitter:
         for position, val in enumerate(vals):
             if isinstance(val, torch.Tensor):
                 if self.operators.consumers.get(Value(op.node, index)) or Value(op.node, index) in self.outputs:
-                    self.nodes[(Value(op.node, index), None, outs[index])] = self.emit(
-                        operator.getitem, result, position
-                    )
+                    own = result[index] if isinstance(result, list) else self.emit(operator.getitem, result, position)
+                    self.nodes[(Value(op.node, index), None, outs[index])] = own
                 index += 1
 
     def sinks(self) -> tuple[list[fx.Node], list[fx.Node]]:

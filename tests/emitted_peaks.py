@@ -55,7 +55,7 @@ def _of_ranks(plan: Plan, step: StepProgram) -> tuple[Moment, ...]:
     assert plan.schedule is not None
     optimizer, cluster = Workload.from_dict(plan.workload).optimizer, Cluster.from_dict(plan.cluster)
     setting = Setting(step.captured, step.operators, cluster, optimizer, plan.recompute)
-    kept = keepings(step.captured, step.assignment, plan)
+    kept = keepings(step.captured, step.operators, step.assignment, plan)
     pipeline = Pipeline(plan.degrees["pp"], plan.schedule, plan.stages)
     return of_ranks(setting, step.assignment, kept, step.count, pipeline, stage_lives(step))
 

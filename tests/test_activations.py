@@ -67,7 +67,7 @@ def activations(captured: Captured, tp: int, recompute: str, smallest: bool) -> 
     assert solution is not None
     assignment: Assignment = space.assignment(solution.options)
     held = kept(setting.operators, assignment, made_again(setting.operators, recompute))
-    keep = keepings(captured, assignment, setting.zero)
+    keep = keepings(setting, assignment)
     return memory_of(setting, assignment, held, keep, 1)["activations"]
 
 

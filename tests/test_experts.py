@@ -1,7 +1,10 @@
-"""Mixtures of experts of transformers, unmodified: experts over an axis, tokens over the others."""
+"""Mixtures of experts of transformers, unmodified: experts over one axis or several, tokens over the others or the
+same."""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from zoo import MIXTURES, Architecture
 
 import autopar
 from autopar.capture.routed import mark_routed
-from autopar.errors import CaptureError, MicroBatchError
+from autopar.errors import CaptureError, HintError, MicroBatchError
 from autopar.ops.experts import MAKE_ROWS, TAKE_ROWS
 from autopar.report.describe import describe_layers
 from autopar.runtime.reference import exact_float64
@@ -30,6 +33,25 @@ PLANS: dict[str, tuple[int, autopar.Hints]] = {
     "dp4-zero1": (4, autopar.Hints(dp=4, zero=1, pp=1)),
     "cp2-tp2": (4, autopar.Hints(cp=2, tp=2, pp=1)),
 }
+#: Experts over axes of the tokens, alone and with tp: a part of dp, all of it, cp, several of them, and beside kinds of
+#: ZeRO on what they leave.
+SPREAD: dict[str, tuple[int, autopar.Hints]] = {
+    "dp2": (2, autopar.Hints(dp=2, ep=2, pp=1)),
+    "dp4": (4, autopar.Hints(dp=4, ep=4, pp=1)),
+    "dp4-zero3": (4, autopar.Hints(dp=4, ep=4, zero=3, pp=1)),
+    "dp2-of-4-zero0": (4, autopar.Hints(dp=4, ep=2, zero=0, pp=1)),
+    "dp2-of-4-zero1": (4, autopar.Hints(dp=4, ep=2, zero=1, pp=1)),
+    "dp2-of-4-zero3": (4, autopar.Hints(dp=4, ep=2, zero=3, pp=1)),
+    "dp2-of-8-hybrid": (8, autopar.Hints(dp=8, ep=2, zero=3, zero_group_size=4, pp=1)),
+    "dp2-tp2": (4, autopar.Hints(dp=2, tp=2, ep=4, pp=1)),
+    "dp2-of-4-tp2-zero3": (8, autopar.Hints(dp=4, tp=2, ep=4, zero=3, pp=1)),
+    "dp2-or-tp2": (4, autopar.Hints(dp=2, tp=2, ep=2, pp=1)),
+    "cp2": (2, autopar.Hints(cp=2, ep=2, pp=1)),
+    "cp2-dp2": (4, autopar.Hints(dp=2, cp=2, ep=4, pp=1)),
+    "cp2-dp2-of-4-zero3": (8, autopar.Hints(dp=4, cp=2, ep=4, zero=3, pp=1)),
+    "cp2-dp2-tp2": (8, autopar.Hints(dp=2, cp=2, tp=2, ep=8, pp=1)),
+    "nowhere": (4, autopar.Hints(dp=2, tp=2, ep=1, zero=3, pp=1)),
+}
 #: What runs a whole step: pipelines, micro-batches and recomputation.
 STEPS: dict[str, tuple[int, autopar.Hints]] = {
     "pp2-tp2": (4, autopar.Hints(pp=2, tp=2, micro_batch_size=2)),
@@ -38,6 +60,13 @@ STEPS: dict[str, tuple[int, autopar.Hints]] = {
     "tp2-micro-batches": (2, autopar.Hints(tp=2, pp=1, micro_batch_size=2)),
     "tp2-full": (2, autopar.Hints(tp=2, pp=1, recompute="full")),
     "tp2-selective": (2, autopar.Hints(tp=2, pp=1, recompute="selective")),
+    "dp4-ep4-zero1-micro-batches": (4, autopar.Hints(dp=4, ep=4, zero=1, pp=1, micro_batch_size=1)),
+    "dp4-ep2-zero3-micro-batches": (4, autopar.Hints(dp=4, ep=2, zero=3, pp=1, micro_batch_size=1)),
+    "dp4-ep2-zero2-full": (4, autopar.Hints(dp=4, ep=2, zero=2, pp=1, micro_batch_size=1, recompute="full")),
+    "dp2-tp2-ep4-selective": (4, autopar.Hints(dp=2, tp=2, ep=4, pp=1, recompute="selective")),
+    "pp2-dp2-ep2": (4, autopar.Hints(pp=2, dp=2, ep=2, micro_batch_size=2)),
+    "pp2-dp2-tp2-ep4-zero1": (8, autopar.Hints(pp=2, dp=2, tp=2, ep=4, zero=1, micro_batch_size=1)),
+    "pp2-dp2-cp2-ep2-zero3": (8, autopar.Hints(pp=2, dp=2, cp=2, ep=2, zero=3, micro_batch_size=1)),
 }
 
 
@@ -143,21 +172,86 @@ def test_rows_are_not_compiled() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
-def test_experts_on_real_processes(processes: int) -> None:
-    plans = [f"tp={processes}"] + ["dp=2, tp=2, zero=3"] * (processes == 4)
+def test_experts_on_real_processes(processes: int, tmp_path: Path) -> None:
+    spread = ["dp=2, tp=2, zero=3", "dp=4, ep=4, zero=1", "dp=4, ep=2, zero=3", "dp=2, tp=2, ep=4", "dp=2, cp=2, ep=4"]
+    plans = [f"tp={processes}"] + spread * (processes == 4)
     names = [f"{model}, {plan}" for model in ("mixtral", "qwen3-moe", "without rows") for plan in plans]
-    assert_all_ok(torchrun(processes, ROOT / "tests/dist/experts.py"), processes, names)
+    names += ["whole step", "moved elsewhere"] * (processes == 4)
+    assert_all_ok(torchrun(processes, ROOT / "tests/dist/experts.py", str(tmp_path), timeout=900.0), processes, names)
 
 
-def test_experts_without_tokens() -> None:
+@pytest.mark.parametrize("plan", [
+    "tp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp4", "cp2-dp2", "dp2-of-4-tp2-zero3")),
+])  # fmt: skip
+def test_experts_without_tokens(plan: str) -> None:
     """A router that cannot tell its experts apart sends every token to the first two: a rank then has all the rows and
-    the other none."""
+    the others none."""
     model, batch = MIXTURES[0].make(torch.float64)
     with torch.no_grad():
         for block in model.model.layers:
             block.mlp.gate.weight.zero_()
-    special, _ = verified(model, batch, *PLANS["tp2"])
-    assert expert_pieces(special) == {2}
+    ranks, hints = (PLANS | SPREAD)[plan]
+    special, _ = verified(model, batch, ranks, hints)
+    assert expert_pieces(special) == {hints.ep or 2}
+
+
+def expert_share(plan: autopar.Plan) -> float:
+    """Of the elements of all experts, those that rest on a rank."""
+    experts = [p for name, p in plan.parameters.items() if ".experts." in name]
+    return sum(p.storage.local_numel(plan.mesh, p.shape) for p in experts) / sum(math.prod(p.shape) for p in experts)
+
+
+def test_experts_over_a_part_of_dp() -> None:
+    """Four ranks of dp in two parts of two: each has half of the experts in use, and with ZeRO a quarter at rest. Rows
+    are exchanged within a part; gradients of experts are reduced between the parts alone, those of all else over all.
+    """
+    ranks, hints = SPREAD["dp2-of-4-zero1"]
+    model, batch = MIXTURES[2].make(torch.float64)
+    with exact_float64():
+        plan = autopar.plan(model, f"cpu:{ranks}", hints=hints, example_inputs=batch)
+        special = specialize(model, plan, (), batch)
+        report = compare(model, special, (), batch)
+    assert report.ok and report.max_error < 1e-10 and report.flops_share < 0.3, report
+    assert plan.degrees["ep"] == 2 and plan.expert_group_size == 2 and plan.world_size == 4
+    assert expert_pieces(special) == {2} and expert_share(plan) == 1 / 4
+    moved = {(c.kind, c.axis) for c in plan.collectives if c.purpose == "activations" and c.kind == "all_to_all"}
+    assert moved == {("all_to_all", "dp_expert")}
+    gradients = {c.axis: c.bytes for c in plan.collectives if c.purpose == "gradients"}
+    experts = sum(math.prod(p.shape) * 8 for name, p in plan.parameters.items() if ".experts." in name)
+    assert gradients["dp"] == experts / 2, "the half of the experts that a part has"
+    assert autopar.Plan.from_dict(plan.to_dict()) == plan
+    assert plan.parameters["model.layers.0.mlp.experts.down_proj"].used == ("dp_expert",)
+    assert "ep 2" in plan.report()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [f for f in MIXTURES if f.name in ("mixtral", "qwen3-moe", "deepseek-v3")],
+                         ids=lambda f: f.name)  # fmt: skip
+@pytest.mark.parametrize("plan", SPREAD)
+def test_experts_over_axes_of_the_tokens(family: Architecture, plan: str) -> None:
+    ranks, hints = SPREAD[plan]
+    model, batch = family.make(torch.float64)
+    if hints.ep is not None and hints.ep > 4 and family.name == "mixtral":
+        pytest.skip("it has four experts")
+    special, report = verified(model, batch, ranks, hints)
+    assert expert_pieces(special) == {hints.ep}
+    assert report.flops_share < 1.25 / ranks, report
+
+
+@pytest.mark.parametrize(("ranks", "hints", "found"), [
+    (2, autopar.Hints(ep=3), "mixtures of 4 experts"),
+    (2, autopar.Hints(dp=2, tp=1, cp=1, pp=1, ep=4), "experts over 4 ranks of dp=2, cp=1 and tp=1"),
+])
+def test_experts_that_cannot_be_spread_so(ranks: int, hints: autopar.Hints, found: str) -> None:
+    model, batch = MIXTURES[0].make()
+    with pytest.raises(HintError) as caught:
+        autopar.plan(model, f"cpu:{ranks}", hints=hints, example_inputs=batch)
+    assert found in str(caught.value)
+
+
+def test_a_model_without_experts_spreads_none() -> None:
+    with pytest.raises(HintError, match="no experts that can be spread"):
+        autopar.plan(nn.Linear(8, 8), "cpu:2", hints=autopar.Hints(ep=2), example_inputs=(torch.zeros(4, 8),))
 
 
 class _Counting(nn.Module):

@@ -58,7 +58,8 @@ def test_the_file_is_plain_json(tmp_path: Path) -> None:
     assert data["schedule"] is None
     assert data["stages"] == [["model.embed_tokens", "model.layers.0", "model.norm"]]
     assert data["parameters"]["model.embed_tokens.weight"] == {
-        "shape": [128, 32], "storage": {"dims": [["tp", "dp"], []], "partial": []}, "copy": "use", "gradient": "step"}
+        "shape": [128, 32], "storage": {"dims": [["tp", "dp"], []], "partial": []}, "copy": "use", "gradient": "step",
+            "used": []}
     assert data["layers"][1] == {"name": "model.layers.*.mlp", "count": 30, "splits": [["batch", "dp"], ["ffn", "tp"]]}
     assert json.loads(sample_plan().report("json")) == data
 
@@ -165,7 +166,9 @@ BAD = {
     "a pipeline without a schedule": (put("degrees", "pp", value=2), r"plan\.schedule is malformed[\s\S]*1f1b"),
     "a schedule that is a number": (put("schedule", value=1), r"plan\.schedule is malformed[\s\S]*text"),
     "stages that are text": (put("stages", value=["model"]), r"plan\.stages\[0\] is malformed[\s\S]*a list"),
-    "an unknown axis": (put("degrees", "ep", value=2), r"plan\.degrees is malformed"),
+    "an unknown axis": (put("degrees", "xp", value=2), r"plan\.degrees is malformed"),
+    "experts over what does not divide dp": (
+        put("expert_group_size", value=3), r"expert_group_size is malformed[\s\S]*divisor of 4"),
     "groups that do not divide dp": (put("zero_group_size", value=3), r"zero_group_size is malformed[\s\S]*dp=4"),
     "a group of ZeRO that is all of dp": (put("zero_group_size", value=4), r"zero_group_size is malformed"),
     "a degree of zero": (put("degrees", "tp", value=0), r"plan\.degrees is malformed"),

@@ -265,7 +265,7 @@ def test_frameworks_keep_less_for_the_backward() -> None:
     peak of an emitted graph; fused kernels keep less, more than nothing, and so less at the peak; dropout keeps a byte
     an element that autopar does not."""
     captured, operators, setting, assignment = _on_one_device(gated=True, dropout=0.0)
-    keep = keepings(captured, assignment, setting.zero)
+    keep = keepings(setting, assignment)
     held = kept(operators, assignment, made_again(operators, "none"))
     emitted, eager, fused = (
         *peaks_of(setting, assignment, held, keep, 4),

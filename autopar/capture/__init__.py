@@ -27,7 +27,7 @@ from autopar.capture.normalize import aten, drop_assertions, normalize, place_be
 from autopar.capture.random import refuse_random
 from autopar.capture.repeats import Differs, Repeat, mark_repeats
 from autopar.capture.replicate import put_copies
-from autopar.capture.routed import mark_routed
+from autopar.capture.routed import mark_by_expert, mark_routed
 from autopar.capture.trace import SEED, Traced, refuse_empty, trace
 from autopar.errors import CaptureError
 from autopar.garbage import collecting_later
@@ -113,6 +113,7 @@ def _read(traced: Traced, repeats: Sequence[Repeat], precision: Precision | None
     mark_routed(graph)
     repeat_in_backward(graph, {*(p.placeholder for p in parameters), *(b.placeholder for b in buffers)})
     parameters, blocks = put_copies(graph, repeats, parameters, buffers)
+    mark_by_expert(graph)
     outputs = _outputs(graph, inputs)
     seed = next((b for b in inputs["buffers"] if b.name == SEED and b.placeholder.users), None)
     return Captured(

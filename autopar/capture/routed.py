@@ -1,4 +1,5 @@
-"""Which tensors are rows of experts (`autopar.ops.experts`), and whether all done to them may be done to rows."""
+"""Which tensors are rows of experts (`autopar.ops.experts`), whether all done to them may be done to rows, and which
+weights and gradients have their experts in dim 0."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch import fx
 
 from autopar.errors import CaptureError
 from autopar.ops.experts import MAKE_ROWS, TAKE_ROWS
-from autopar.sharding.operators import ROUTED
+from autopar.sharding.operators import BY_EXPERT, ROUTED
 
 aten = torch.ops.aten
 
@@ -17,6 +18,11 @@ aten = torch.ops.aten
 _ALONG = {aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.cat.default: 1, aten.slice.Tensor: 1}
 _SAME = frozenset({aten.clone.default, aten.detach.default, aten.alias.default})
 _POINTWISE = _SAME | {aten._to_copy.default}
+
+ops = torch.ops.autopar
+#: Operators that read the weights of experts, as their second argument, and those that make the gradients of them.
+_READ_WEIGHTS = frozenset({ops.grouped_mm.default, ops.grouped_bias.default})
+_MAKE_GRADIENTS = frozenset({ops.grouped_outer.default, ops.grouped_sum.default})
 
 
 def mark_routed(graph: fx.Graph) -> None:
@@ -77,3 +83,32 @@ def _keeps(node: fx.Node) -> bool:
 def _fits(other: fx.Node) -> bool:
     """Whether a tensor is the same for all rows that it is combined with."""
     return all(size == 1 for size in other.meta["val"].shape[:-1])
+
+
+def mark_by_expert(graph: fx.Graph) -> None:
+    """Note in ``meta`` which parameters have their experts in dim 0, and what is made of them and of their gradients
+    that has them there too."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target in _READ_WEIGHTS:
+            weight = node.args[1]
+            while weight.op != "placeholder" and _keeps_experts(weight):
+                weight = weight.args[0]
+            if weight.op == "placeholder":
+                found.add(weight)
+    for node in graph.nodes:
+        made = node.target in _MAKE_GRADIENTS or (_keeps_experts(node) and found.issuperset(node.all_input_nodes))
+        if made and node.op == "call_function":
+            found.add(node)
+    for node in found:
+        node.meta[BY_EXPERT] = True
+
+
+def _keeps_experts(node: fx.Node) -> bool:
+    """Whether dim 0 of what an operator makes is that of its operands."""
+    if node.op != "call_function":
+        return False
+    if node.target is aten.transpose.int:
+        ndim = node.meta["val"].dim()
+        return all(dim % ndim for dim in node.args[1:])  # type: ignore[operator]
+    return node.target in _POINTWISE or node.target is aten.add.Tensor

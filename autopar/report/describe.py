@@ -21,6 +21,7 @@ from autopar.capture.blocks import block_path, pattern
 from autopar.capture.graph import Captured
 from autopar.plan import LayerSummary, ReplicatedOperator
 from autopar.sharding.assignment import Assignment
+from autopar.sharding.axes import SPREAD_AXES
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operator, Operators, Value, own_factors
 from autopar.sharding.rule import Choice, Strategy, choices, is_valid
@@ -106,7 +107,8 @@ def _reason(op: Operator, strategy: Strategy, whole: tuple[str, ...], mesh: Mesh
 
     def could(axis: str, choice: Choice) -> bool:
         i = mesh.names.index(axis)
-        wanted = choice.factor in own_factors(operators, op, axis)
+        spread = op.rule.inward if axis in SPREAD_AXES else frozenset()
+        wanted = choice.factor in own_factors(operators, op, axis) | spread
         return wanted and is_valid(op.rule, (*strategy[:i], choice, *strategy[i + 1 :]), mesh)
 
     possible = any(could(axis, choice) for axis in whole for choice in choices(op.rule))

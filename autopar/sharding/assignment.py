@@ -6,12 +6,14 @@ order, what is redistributed: each redistribution once a direction (`direction`)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import fx
 
+from autopar.sharding.axes import STATE_AXES, state_axes
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value, of_graph
 from autopar.sharding.redistribute import Step, redistribution
@@ -119,6 +121,37 @@ def result_layouts(operators: Operators, assignment: Assignment) -> dict[Value, 
             found[Value(op.node, i)] = layout
     assignment.known.append((operators, found))
     return found
+
+
+def used_axes(operators: Operators, assignment: Assignment, parameter: fx.Node) -> tuple[str, ...]:
+    """The axes of ZeRO that split a parameter of experts where it is used: those over which the experts are spread. All
+    that reads it has it so, or gathers it."""
+    value = Value(parameter)
+    readers = operators.consumers.get(value, ()) if operators.specs[value].by_expert else ()
+    if not readers:
+        return ()
+    read = [assignment.layouts(operators.by_node[node])[0][i].split_axes for node, i in readers]
+    return tuple(axis for axis in STATE_AXES if all(axis in axes for axes in read))
+
+
+def zero_axes(operators: Operators, assignment: Assignment, parameter: fx.Node) -> tuple[str, ...]:
+    """The axes over which ZeRO splits a parameter: those that split it where it rests and not where it is used."""
+    return state_axes(assignment.sources[parameter], used_axes(operators, assignment, parameter))
+
+
+def zero_ranks(operators: Operators, assignment: Assignment, parameter: fx.Node) -> int:
+    """Over how many ranks ZeRO splits a parameter."""
+    return math.prod(map(assignment.mesh.degree, zero_axes(operators, assignment, parameter)))
+
+
+def ranks_of_experts(operators: Operators, assignment: Assignment) -> int | None:
+    """Over how many ranks experts are spread, the fewest where mixtures differ; None if the graph has none."""
+    mesh, found = assignment.mesh, []
+    for op in operators:
+        if op.is_heavy and op.rule.inward:
+            pairs = zip(mesh.sizes, assignment.strategies[op.node], strict=True)
+            found.append(math.prod(n for n, choice in pairs if choice.factor in op.rule.inward))
+    return min(found, default=None)
 
 
 def forward_moves(operators: Operators, assignment: Assignment) -> Moves:

@@ -4,12 +4,17 @@ Ranks = pp x dp x cp x tp. ``dp`` splits the batch, ``cp`` the sequence (and hea
 parameter is split over tp alone where it is used; where it rests, ZeRO splits it over dp and cp too. With hybrid ZeRO,
 which shards inside of groups of dp and replicates across them, the mesh has the groups as an axis of their own,
 `REPLICATE_AXIS`, and `DATA_AXIS` are the ranks of one group: together they are the degree dp of a plan.
+
+Experts may be spread over the axes of the tokens too: then the parameters of experts are split there where they are
+used, each rank has all tokens of its experts, and ZeRO splits their state over the axes that are left. Of dp they take
+the innermost ranks, which are an axis of their own, `EXPERT_AXIS`: to all else it is a part of dp.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection
 
 from autopar.sharding.layout import JOINT, Layout, Mesh
 
@@ -17,17 +22,28 @@ from autopar.sharding.layout import JOINT, Layout, Mesh
 REPLICATE_AXIS = "dp_replicate"
 #: The batch; ZeRO.
 DATA_AXIS = "dp"
+#: The ranks of dp over which experts are spread, where they are: the batch; experts; ZeRO of all other parameters.
+EXPERT_AXIS = "dp_expert"
 #: The sequence, and heads inside attention; ZeRO.
 CONTEXT_AXIS = "cp"
 #: Anything.
 TENSOR_AXIS = "tp"
 
-#: Axes that split the batch and nothing else, outermost first.
-BATCH_AXES = (REPLICATE_AXIS, DATA_AXIS)
-#: Axes over which ZeRO may split what rests: parameters are whole on them where they are used.
-STATE_AXES = (DATA_AXIS, CONTEXT_AXIS)
+#: Axes that split the batch, outermost first.
+BATCH_AXES = (REPLICATE_AXIS, DATA_AXIS, EXPERT_AXIS)
+#: How the name of a group begins in an emitted graph, where it is that of an axis.
+GROUP_PREFIX = "axis:"
+#: Axes over which ZeRO may split what rests: but for those of experts, parameters are whole on them in use.
+STATE_AXES = (DATA_AXIS, EXPERT_AXIS, CONTEXT_AXIS)
+#: Axes of the tokens over which experts may be spread as well.
+SPREAD_AXES = (EXPERT_AXIS, CONTEXT_AXIS)
 #: Axes over which the tokens are split, so that gradients of parameters are sums over them.
 TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)
+
+
+def group_of(axis: str) -> str:
+    """How the group of an axis is written in an emitted graph."""
+    return GROUP_PREFIX + axis
 
 
 @functools.cache
@@ -43,13 +59,18 @@ def is_of_tokens(axis: str) -> bool:
     return all(part in TOKEN_AXES for part in axis.split(JOINT))
 
 
-def make_mesh(dp: int, cp: int, tp: int, zero_group_size: int | None = None) -> Mesh:
+def make_mesh(
+    dp: int, cp: int, tp: int, zero_group_size: int | None = None, expert_group_size: int | None = None
+) -> Mesh:
     """The device mesh of a pipeline stage. tp is innermost, so its ranks are neighbours. ``zero_group_size`` (a divisor
-    of ``dp``) makes two axes of dp; cp is left out where its degree is 1, because nothing would be on it."""
+    of ``dp``) makes two axes of dp, and so does ``expert_group_size`` (a divisor of both): over so many ranks of dp
+    experts are spread. cp is left out where its degree is 1, because nothing would be on it."""
     groups = () if zero_group_size in (None, dp) else ((REPLICATE_AXIS, dp // zero_group_size),)
     inside = dp // groups[0][1] if groups else dp
+    spread = expert_group_size or 1
+    experts = ((EXPERT_AXIS, spread),) if spread > 1 else ()
     context = ((CONTEXT_AXIS, cp),) if cp > 1 else ()
-    return Mesh((*groups, (DATA_AXIS, inside), *context, (TENSOR_AXIS, tp)))
+    return Mesh((*groups, (DATA_AXIS, inside // spread), *experts, *context, (TENSOR_AXIS, tp)))
 
 
 def batch_pieces(mesh: Mesh, axis: str) -> int:
@@ -59,13 +80,15 @@ def batch_pieces(mesh: Mesh, axis: str) -> int:
 
 def data_degree(mesh: Mesh) -> int:
     """Over how many ranks the batch is split: the degree dp of a plan."""
-    return batch_pieces(mesh, DATA_AXIS)
+    return batch_pieces(mesh, BATCH_AXES[-1])
 
 
 def data_rank(mesh: Mesh, rank: int) -> int:
     """Which of the `data_degree` parts of the batch ``rank`` works on; of a pipeline any stage's rank will do."""
-    where = dict(zip(mesh.names, mesh.coordinates(rank), strict=True))
-    return where.get(REPLICATE_AXIS, 0) * mesh.degree(DATA_AXIS) + where[DATA_AXIS]
+    where, found = dict(zip(mesh.names, mesh.coordinates(rank), strict=True)), 0
+    for axis in BATCH_AXES:
+        found = found * degree(mesh, axis) + where.get(axis, 0)
+    return found
 
 
 def degree(mesh: Mesh, axis: str) -> int:
@@ -84,14 +107,20 @@ def degrees(mesh: Mesh) -> dict[str, int]:
 
 def zero_group_size(mesh: Mesh) -> int | None:
     """Over how many ranks of dp hybrid ZeRO shards on ``mesh``; None without it."""
-    return mesh.degree(DATA_AXIS) if REPLICATE_AXIS in mesh.names else None
+    return data_degree(mesh) // mesh.degree(REPLICATE_AXIS) if REPLICATE_AXIS in mesh.names else None
 
 
-def state_axes(layout: Layout) -> tuple[str, ...]:
-    """The axes over which ZeRO splits a parameter that rests in ``layout``; empty if it rests whole on all of them."""
-    return tuple(axis for axis in STATE_AXES if axis in layout.split_axes)
+def expert_group_size(mesh: Mesh) -> int | None:
+    """Over how many ranks of dp experts are spread on ``mesh``; None if over none."""
+    return mesh.degree(EXPERT_AXIS) if EXPERT_AXIS in mesh.names else None
 
 
-def state_ranks(layout: Layout, mesh: Mesh) -> int:
-    """Over how many ranks ZeRO splits a parameter that rests in ``layout``."""
-    return math.prod(mesh.degree(axis) for axis in state_axes(layout))
+def state_axes(layout: Layout, used: Collection[str] = ()) -> tuple[str, ...]:
+    """The axes over which ZeRO splits a parameter that rests in ``layout`` and is ``used`` split over those axes: what
+    splits it in use too is no ZeRO. Empty if ZeRO splits it over none."""
+    return tuple(axis for axis in STATE_AXES if axis in layout.split_axes and axis not in used)
+
+
+def state_ranks(layout: Layout, mesh: Mesh, used: Collection[str] = ()) -> int:
+    """Over how many ranks ZeRO splits a parameter that rests in ``layout`` and is ``used`` split over those axes."""
+    return math.prod(mesh.degree(axis) for axis in state_axes(layout, used))

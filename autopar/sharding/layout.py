@@ -82,11 +82,13 @@ class Mesh:
 @dataclass(frozen=True)
 class TensorSpec:
     """Global shape and dtype of a tensor. ``routed``: rows of experts (`autopar.ops.experts`), whose first two dims are
-    declared with their means, and of which each rank has as many as it happens to have."""
+    declared with their means, and of which each rank has as many as it happens to have. ``by_expert``: dim 0 are the
+    experts, of rows and of weights and their gradients alike."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     routed: bool = False
+    by_expert: bool = False
 
     @property
     def fixed(self) -> tuple[int, ...]:

@@ -20,7 +20,8 @@ from autopar.sharding.flops import count_flops, has_flops
 from autopar.sharding.layout import TensorSpec
 from autopar.sharding.rule import Arg, Choice, OpCall, Rule, op_call
 from autopar.sharding.rules import replicated_rule, rule_for
-from autopar.sharding.rules.attention import ATTENTION, HEADS, POSITIONS
+from autopar.sharding.rules.attention import ATTENTION, HEADS, POSITIONS, RING
+from autopar.sharding.rules.scan import SCANS
 
 aten = torch.ops.aten
 Asked = ParamSpec("Asked")
@@ -58,6 +59,8 @@ _MOVES = frozenset({aten.constant_pad_nd.default, aten.slice.Tensor, aten.roll.d
 
 #: Key of a node's ``meta``: whether its tensors are rows of experts (`TensorSpec.routed`).
 ROUTED = "routed"
+#: The same of `TensorSpec.by_expert`, of what is no rows.
+BY_EXPERT = "by_expert"
 
 
 class Value(NamedTuple):
@@ -168,11 +171,17 @@ def _tensor_index(val: Any, index: int) -> int:
 
 
 def _spec(value: Any) -> TensorSpec | None:
-    routed = False
+    routed = by_expert = False
     if isinstance(value, fx.Node):
-        routed = bool(value.meta.get(ROUTED))
+        routed, by_expert = _kinds(value)
         value = value.meta.get("val")
-    return TensorSpec(tuple(value.shape), value.dtype, routed) if isinstance(value, torch.Tensor) else None
+    return TensorSpec(tuple(value.shape), value.dtype, routed, by_expert) if isinstance(value, torch.Tensor) else None
+
+
+def _kinds(node: fx.Node) -> tuple[bool, bool]:
+    """Whether what a node makes is rows of experts, and whether its dim 0 are the experts."""
+    routed = bool(node.meta.get(ROUTED))
+    return routed, routed or bool(node.meta.get(BY_EXPERT))
 
 
 def flops_of(call: OpCall, rule: Rule) -> float:
@@ -195,13 +204,25 @@ def flops_of(call: OpCall, rule: Rule) -> float:
     return float(count_flops(call.target, args, kwargs, outs[0] if len(outs) == 1 else tuple(outs)))
 
 
+def expert_factors(call: OpCall, rule: Rule) -> frozenset[str]:
+    """The factors of a call that are experts: the outermost of dim 0 of what has its experts there."""
+    tensors = [*zip(call.operands, rule.operands, strict=True), *zip(call.results, rule.results, strict=True)]
+    return frozenset(dims[0][0] for spec, dims in tensors if spec.by_expert and dims[0])
+
+
 def read_operator(node: fx.Node) -> Operator:
     """One call node as an operator."""
-    routed = bool(node.meta.get(ROUTED))
-    results = [replace(s, routed=routed) for v in pytree.tree_leaves(node.meta["val"]) if (s := _spec(v)) is not None]
+    routed, by_expert = _kinds(node)
+    results = [
+        replace(s, routed=routed, by_expert=by_expert)
+        for v in pytree.tree_leaves(node.meta["val"])
+        if (s := _spec(v)) is not None
+    ]
     call, leaves = op_call(node.target, node.args, node.kwargs, results, _spec)
     found = rule_for(call)
     rule = found if found is not None else replicated_rule(call)
+    if inward := expert_factors(call, rule):
+        rule = replace(rule, inward=inward)
     return Operator(node, call, rule, tuple(value_of(leaf) for leaf in leaves), found is not None, flops_of(call, rule))
 
 
@@ -307,13 +328,14 @@ def read_operators(
 
 
 def own_factors(operators: Operators, op: Operator, axis: str) -> frozenset[str]:
-    """The factors that an axis is there to split: those of the batch, those of the sequence and of the heads of
-    attention, or any."""
+    """The factors that an axis is there to split: those of the batch, those of the sequence and, of attention and of
+    scans, those of heads and of its ring, or any. Besides, axes of `SPREAD_AXES` may split experts (`Rule.inward`)."""
     if axis in BATCH_AXES:
         return operators.batch_factors[op.node]
     if axis == CONTEXT_AXIS:
-        return operators.sequence.factors[op.node] | (HEADS if op.call.target in ATTENTION else frozenset())
-    return frozenset(op.rule.sizes) - {POSITIONS}
+        inside = HEADS | {RING} if op.call.target in ATTENTION else HEADS if op.call.target in SCANS else frozenset()
+        return operators.sequence.factors[op.node] | (inside & op.rule.sizes.keys())
+    return frozenset(op.rule.sizes) - {POSITIONS, RING}
 
 
 def routing(operators: Operators, rows: Value) -> Value:

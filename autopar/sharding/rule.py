@@ -9,8 +9,12 @@ each rank one piece of one factor. A rule is an annotation, one term a tensor, d
 A dim is a factor name, a compound ``(major minor ...)`` of factors, or ``_``: nothing here can be split. A factor that
 is in no result must be declared ``reduced``: split, it leaves each rank with a part of the result (`Partial`). Of a
 compound only the outermost factor can be split, or the next one once those outside it are wholly split. ``fixed``
-factors are named for clarity only and never split. ``linear`` lists groups of operands in which the operator is linear
-with all other operands held: if exactly those are `Partial` on an axis, so are the results.
+factors are named for clarity only and never split. Where several axes split one factor they are nested as in the mesh;
+``inward`` factors, which are those of experts, the other way round: so ranks that have the tokens of more and more axes
+together, one collective an axis from the innermost on, come to have fewer and fewer experts. ``linear`` lists groups
+of operands in which the operator is linear with all other operands held: if exactly those are `Partial` on an axis, so
+are the results. A ``joint`` factor stands for several others, which it splits at once on one axis, and no other axis
+splits any of them; these may be ``fixed``, and a rank gets from the others what it lacks by `Passing`.
 
 From the rule follow the strategies, their layouts, and the scaling of the local work. What the local computation needs
 beyond running the same operator on the pieces (a shape argument, an index made local) is in ``localize``.
@@ -57,7 +61,8 @@ class Local:
 
     ``emit(target, *args)`` adds an operator (to a graph, or runs it at once in the property tests) and returns its
     value; ``operands`` are the local pieces; ``starts(layout, shape)`` is the int64 [ndim] tensor with the global index
-    of the first element of this rank's piece.
+    of the first element of this rank's piece. What comes of it is what the operator returns, or a list of that where
+    its parts are values of their own.
     """
 
     call: OpCall
@@ -93,6 +98,32 @@ class Local:
         return self.emit(self.call.target, *self.substitute(tuple(args)), **self.substitute(kwargs))
 
 
+@dataclass(frozen=True)
+class Hop:
+    """One message that every rank sends to another one of ``axis``, of ``nbytes`` bytes of the whole batch. It travels
+    beside the part in place ``beside`` of the operator's work, with None beside nothing. Where it is only for one of
+    the results, ``result`` is the place of that."""
+
+    axis: str
+    nbytes: int
+    beside: int | None
+    result: int | None = None
+
+
+@dataclass(frozen=True)
+class Passing:
+    """What ranks send each other while they compute attention, in ``parts`` that are alike. Of what `work_share` says a
+    rank computes ``share``: less where what nobody needs is left out. In each part, of so many ``kernels``, its
+    ``queries`` meet keys, in products of so many ``keys``."""
+
+    parts: int
+    hops: tuple[Hop, ...]
+    share: float
+    kernels: int
+    queries: int
+    keys: int
+
+
 Localize = Callable[[Local], Any]
 Dims = tuple[tuple[str, ...], ...]
 
@@ -108,6 +139,10 @@ class Rule:
     results: tuple[Dims, ...]
     linear: tuple[frozenset[int], ...] = ()
     localize: Localize | None = field(default=None, compare=False)
+    inward: frozenset[str] = frozenset()
+    joint: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: What ranks send each other under a strategy; None where it is nothing.
+    passing: Callable[[Strategy, Mesh], Passing | None] = field(default=lambda strategy, mesh: None, compare=False)
     #: What `layouts` has found already: equal blocks share their rules, and every step from space to emission asks.
     known_layouts: dict[tuple[Strategy, Mesh], tuple[tuple[Layout, ...], tuple[Layout, ...]]] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -155,8 +190,10 @@ def make_rule(
     sizes: Mapping[str, int] | None = None,
     linear: Sequence[Sequence[int]] = (),
     localize: Localize | None = None,
+    joint: Mapping[str, tuple[str, ...]] | None = None,
+    passing: Callable[[Strategy, Mesh], Passing | None] = lambda strategy, mesh: None,
 ) -> Rule:
-    """`rule` for factors already given by dim."""
+    """`rule` for factors already given by dim; the size of a ``joint`` factor is what divides all of its parts."""
     reduced = dict(reduced or {})
     known = dict(sizes or {})
     tensors = list(zip(operands, call.operands, strict=True)) + list(zip(results, call.results, strict=True))
@@ -177,6 +214,7 @@ def make_rule(
     lost = {f for dims in operands for factors in dims for f in factors} - in_results - set(reduced) - set(fixed)
     if lost:
         raise ValueError(f"{call.target}: factors {sorted(lost)} are in no result and not declared reduced or fixed")
+    known |= {f: math.gcd(*(known[part] for part in parts)) for f, parts in (joint or {}).items()}
     return Rule(
         known,
         reduced,
@@ -185,6 +223,8 @@ def make_rule(
         tuple(results),
         tuple(frozenset(group) for group in linear),
         localize,
+        joint=dict(joint or {}),
+        passing=passing,
     )
 
 
@@ -209,18 +249,21 @@ def choices(rule: Rule) -> list[Choice]:
     return [REPLICATE, *split, *(Choice(linear=group) for group in rule.linear)]
 
 
-def _axes_by_factor(strategy: Strategy, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+def _axes_by_factor(rule: Rule, strategy: Strategy, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     taken: dict[str, tuple[str, ...]] = {}
     for axis, choice in zip(mesh.names, strategy, strict=True):
-        if choice.factor is not None:
-            taken[choice.factor] = (*taken.get(choice.factor, ()), axis)
+        for f in rule.joint.get(choice.factor, (choice.factor,)) if choice.factor is not None else ():
+            taken[f] = (axis, *taken.get(f, ())) if f in rule.inward else (*taken.get(f, ()), axis)
     return taken
 
 
 def is_valid(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     """Whether every split factor divides, compound dims are split from the outside in, and no result would be owed two
     different reductions."""
-    taken = _axes_by_factor(strategy, mesh)
+    taken = _axes_by_factor(rule, strategy, mesh)
+    together = {f for choice in strategy for f in rule.joint.get(choice.factor or "", ())}
+    if any(len(taken[f]) > 1 for f in together):
+        return False
     pieces = {f: math.prod(mesh.degree(a) for a in axes) for f, axes in taken.items()}
     if any(rule.sizes[f] % n or rule.sizes[f] == 0 for f, n in pieces.items()):
         return False
@@ -253,7 +296,7 @@ def layouts(rule: Rule, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Layout, .
 
 
 def _layouts(rule: Rule, strategy: Strategy, mesh: Mesh) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    taken = _axes_by_factor(strategy, mesh)
+    taken = _axes_by_factor(rule, strategy, mesh)
 
     def dims(tensor: Dims) -> tuple[tuple[str, ...], ...]:
         return tuple(tuple(a for f in factors for a in taken.get(f, ())) for factors in tensor)

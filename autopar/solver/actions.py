@@ -9,6 +9,7 @@ parts, and ``end`` (gradients that are reduced once a step, sums). Within a grap
 * a reduction of gradients starts when the last gradient of its bucket has been computed; a reduce-scatter is waited for
   when the next one starts, an all-reduce at the end of the graph; one that reduces what another has brought (hybrid
   ZeRO, across its groups) starts when that is waited for;
+* what ranks send each other beside a part of an operator (`Passing`) starts with that part and is waited for after it;
 * all other collectives (those of tp and cp, sums of numbers) are waited for where they stand: nothing hides them;
 * what a block makes again in the backward comes right before its backward.
 
@@ -30,8 +31,7 @@ from torch import fx
 from autopar.cost_model.compute import optimizer_seconds, stream_seconds
 from autopar.cost_model.simulate import COMPUTE, Task
 from autopar.cost_model.step import BEGIN, END, Program, Repeated
-from autopar.sharding.assignment import Assignment
-from autopar.sharding.axes import state_ranks
+from autopar.sharding.assignment import Assignment, zero_ranks
 from autopar.sharding.operators import Operator
 from autopar.sharding.recompute import Kept
 from autopar.sharding.zero import Keeping
@@ -217,11 +217,25 @@ class _Writer:
         for _ in self.gathers.get((op.node, made), ()):
             self.tape.wait(self.started.pop(0))
             self._start_next()
-        for issue in self.moves.get((op.node, made), ()):
-            self._at_once(issue)
-        self.tape.compute(self.work.once[op.node])
+        self._compute(op, self.moves.get((op.node, made), ()))
         for issue in self.reductions.get(op.node, ()) if not made else ():
             self._reduce(issue)
+
+    def _compute(self, op: Operator, moves: Sequence[Issue]) -> None:
+        """An operator after what moves its operands, in parts where something is sent beside these."""
+        beside: dict[int, list[Issue]] = defaultdict(list)
+        parts = 1
+        for issue in moves:
+            if issue.part is None:
+                self._at_once(issue)
+            else:
+                i, parts = issue.part
+                beside[i].append(issue)
+        for i in range(parts):
+            started = [self.tape.start(issue, self._seconds(issue)) for issue in beside[i]]
+            self.tape.compute(self.work.once[op.node] / parts)
+            for task in started:
+                self.tape.wait(task)
 
     def _end(self, accumulated: float) -> None:
         if accumulated:
@@ -291,7 +305,8 @@ def accumulated_bytes(
         if p.name in wanted and p.gradient is not None:
             storage = assignment.sources[p.placeholder]
             numel = storage.local_numel(assignment.mesh, p.spec.shape)
-            numel *= state_ranks(storage, assignment.mesh) if keep[p.name].gradient == "step" else 1
+            if keep[p.name].gradient == "step":
+                numel *= zero_ranks(setting.operators, assignment, p.placeholder)
             found += ADDED * numel * p.gradient.meta["val"].dtype.itemsize
     return found * (micro_batches - 1) / micro_batches
 

@@ -6,6 +6,7 @@ Recomputation is not chosen here: it is what makes a candidate fit (`solver.esti
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,12 +28,13 @@ MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks every axis has."""
+    """How many ranks every axis has, and over how many of dp ``experts`` are spread."""
 
     pp: int
     dp: int
     cp: int
     tp: int
+    experts: int = 1
 
     def table(self) -> dict[str, int]:
         """Degrees by axis, outermost first."""
@@ -58,7 +60,8 @@ class Candidate:
 @dataclass(frozen=True)
 class Limits:
     """What a model can be cut into: its global ``batch`` and sequence, ``units`` in a row (`solver.pipeline`), and
-    whether its batch can be run in parts; hinted ``stages``, None if they are open; and how many of the units are
+    whether its batch can be run in parts; hinted ``stages``, None if they are open; and how many pieces all of its
+    mixtures of ``experts`` can be cut into, as all divisors of it (1: it has none); and how many of the units are
     repeated ``blocks``, None if all."""
 
     batch: int
@@ -66,12 +69,13 @@ class Limits:
     units: int
     parts: bool
     stages: int | None = None
+    experts: int = 1
     blocks: int | None = None
 
 
 def all_degrees(cluster: Cluster, hints: Hints, limits: Limits) -> Iterator[Degrees]:
-    """Every way to lay out all ranks: pp x dp x cp x tp, tp innermost. A pipeline has no more ranks than the model has
-    units, dp divides the batch and cp the sequence, unless hinted."""
+    """Every way to lay out all ranks: pp x dp x cp x tp, tp innermost, and to spread experts over dp. A pipeline has no
+    more ranks than the model has units, dp divides the batch and cp the sequence, unless hinted."""
 
     def open_to(axis: str, n: int, free: bool) -> bool:
         hint = getattr(hints, axis)
@@ -85,7 +89,19 @@ def all_degrees(cluster: Cluster, hints: Hints, limits: Limits) -> Iterator[Degr
             if rest or not open_to("tp", tp, True):
                 continue
             if open_to("cp", cp, cp == 1 or limits.sequence % cp == 0) and open_to("dp", dp, limits.batch % dp == 0):
-                yield Degrees(pp, dp, cp, tp)
+                for experts in _experts(dp, cp, tp, cluster, hints, limits):
+                    yield Degrees(pp, dp, cp, tp, experts)
+
+
+def _experts(dp: int, cp: int, tp: int, cluster: Cluster, hints: Hints, limits: Limits) -> list[int]:
+    """Over how many ranks of dp experts may be spread: over none, over those of a host, and over as many as there are
+    experts for; with a hint over as many as, perhaps with cp or tp or both, it asks for."""
+    able = divisors(math.gcd(limits.experts, dp))
+    if hints.ep is not None:
+        wanted = {hints.ep // n for n in (1, cp, tp, cp * tp) if hints.ep % n == 0}
+        return [n for n in able if n in wanted and limits.experts % hints.ep == 0]
+    host = max(1, cluster.devices_per_host // (cp * tp))
+    return sorted({1, max(n for n in able if n <= host), able[-1]})
 
 
 def able_chunks(pp: int, limits: Limits) -> list[int]:
@@ -130,7 +146,8 @@ def _zeros(degrees: Degrees, hints: Hints, cluster: Cluster) -> Iterator[tuple[i
     for zero in (0, 1, 2, 3) if hints.zero is None else (hints.zero,):
         yield zero, hints.zero_group_size
         host = cluster.devices_per_host // (degrees.tp * degrees.cp)
-        if zero and hints.zero_group_size is None and 1 < host < degrees.dp and degrees.dp % host == 0:
+        grouped = zero and hints.zero_group_size is None and 1 < host < degrees.dp and degrees.dp % host == 0
+        if grouped and host % degrees.experts == 0:
             yield zero, host
 
 

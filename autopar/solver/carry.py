@@ -18,10 +18,10 @@ from torch import fx
 from autopar.capture.blocks import pattern
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
-from autopar.hints import Hints, matching
+from autopar.hints import DEGREES, Hints, matching
 from autopar.plan import ParameterPlan, Plan
-from autopar.sharding.assignment import Assignment
-from autopar.sharding.axes import DATA_AXIS, STATE_AXES, state_axes
+from autopar.sharding.assignment import Assignment, zero_axes
+from autopar.sharding.axes import DATA_AXIS, EXPERT_AXIS, STATE_AXES, state_axes
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.operators import Operator, Operators
 from autopar.sharding.rule import REPLICATE, Choice, Strategy
@@ -142,13 +142,13 @@ def storage_of(plan: Plan) -> Callable[[str], Layout | None]:
     return _most_common(plan, lambda p: p.storage)
 
 
-def keepings(captured: Captured, assignment: Assignment, plan: Plan) -> dict[str, Keeping]:
+def keepings(captured: Captured, operators: Operators, assignment: Assignment, plan: Plan) -> dict[str, Keeping]:
     """What ``plan`` does with the copies and gradients of a graph's parameters: what it says of them, and for those
     that rest in another way here what its kind of ZeRO does."""
-    decided = _most_common(plan, lambda p: (bool(state_axes(p.storage)), Keeping(p.copy, p.gradient)))
+    decided = _most_common(plan, lambda p: (bool(state_axes(p.storage, p.used)), Keeping(p.copy, p.gradient)))
     found = {}
     for p in captured.parameters:
-        sharded = bool(state_axes(assignment.sources[p.placeholder]))
+        sharded = bool(zero_axes(operators, assignment, p.placeholder))
         other, kept = decided(p.name) or (None, Keeping())
         known = other == sharded
         found[p.name] = kept if known else keeping(plan.zero, sharded, p.master is not None, plan.reshard_after_forward)
@@ -160,12 +160,17 @@ def hint_pins(captured: Captured, hints: Hints) -> Pins:
     aliases = {p.name: (p.name, *p.aliases) for p in captured.parameters}
 
     def storage(name: str, layout: Layout) -> bool:
-        return all(axis in layout.dims[dim] for axis, dim in matching(hints, *aliases[name]).items())
+        return all(
+            axis in layout.dims[dim] or (axis == DATA_AXIS and EXPERT_AXIS in layout.dims[dim])
+            for axis, dim in matching(hints, *aliases[name]).items()
+        )
 
     hinted = {name: matching(hints, *names) for name, names in aliases.items()}
+    for dims in hinted.values():  # a hint says dp of all its ranks
+        dims.update({EXPERT_AXIS: dims[DATA_AXIS]} if DATA_AXIS in dims else {})
     zero_dims = {name: {a: d for a, d in dims.items() if a in STATE_AXES} for name, dims in hinted.items()}
     zero = 3 if hints.zero else hints.zero  # what rests sharded rests alike, however long copies of it live
-    return Pins(storage=storage, zero=zero, zero_dims=zero_dims)
+    return Pins(storage=storage, zero=zero, zero_dims=zero_dims, experts=hints.ep, attention=hints.attention)
 
 
 def plan_pins(captured: Captured, operators: Operators, plan: Plan) -> Pins:
@@ -183,16 +188,26 @@ def plan_pins(captured: Captured, operators: Operators, plan: Plan) -> Pins:
 
 def shrink(plan: Plan) -> Plan:
     """A plan for at most 2 ranks an axis that takes the same decisions, for `verify` on one machine: with hybrid ZeRO
-    two groups of two ranks of dp."""
-    degrees, groups = {axis: min(2, n) for axis, n in plan.degrees.items()}, None
+    two groups of two ranks of dp, and where experts are spread over a part of dp two such parts."""
+    degrees, groups = {axis: min(2, n) for axis, n in plan.degrees.items() if axis in DEGREES}, None
+    spread = None if plan.expert_group_size is None else 2
     if plan.zero_group_size is not None:
         degrees[DATA_AXIS], groups = 4, 2
-    if degrees == plan.degrees:
+    elif spread is not None and plan.expert_group_size != plan.degrees[DATA_AXIS]:
+        degrees[DATA_AXIS] = 4
+    if all(degrees[axis] == plan.degrees[axis] for axis in DEGREES):
         return plan
     device = Cluster.from_dict(plan.cluster).device
     cluster = Cluster(device, 1, math.prod(degrees.values())).to_dict()
-    stages = _joined(plan, degrees["pp"])
-    return replace(plan, degrees=degrees, zero_group_size=groups, cluster=cluster, stages=stages, timing=None)
+    return replace(
+        plan,
+        degrees=degrees,
+        zero_group_size=groups,
+        expert_group_size=spread,
+        cluster=cluster,
+        stages=_joined(plan, degrees["pp"]),
+        timing=None,
+    )
 
 
 def _joined(plan: Plan, pp: int) -> tuple[tuple[str, ...], ...]:

@@ -87,6 +87,7 @@ class _Shape(NamedTuple):
 
     cp: int
     tp: int
+    experts: int
     lean: bool
     pp: int
     schedule: str | None
@@ -99,12 +100,13 @@ class _Shape(NamedTuple):
 
 
 def _shape(c: Candidate) -> _Shape:
-    return _Shape(c.degrees.cp, c.degrees.tp, c.lean, c.degrees.pp, c.schedule, c.chunks)
+    d = c.degrees
+    return _Shape(d.cp, d.tp, d.experts, c.lean, d.pp, c.schedule, c.chunks)
 
 
-def shards(c: Candidate) -> int:
-    """Over how many ranks ZeRO splits what rests."""
-    return (c.group or c.degrees.dp) * c.degrees.cp if c.zero else 1
+def shards(c: Candidate, spread: int = 1) -> int:
+    """Over how many ranks ZeRO splits what rests, of parameters that are ``spread`` in use over some of them."""
+    return max((c.group or c.degrees.dp) * c.degrees.cp // spread, 1) if c.zero else 1
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,10 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Bytes:
-    """Bytes by rank of parameters as in `profile.State`; of the rank with most those of parameters, gradients and state
-    that its optimizer has ``stepped``; the most that a unit has of those that are ``used``, and what the ``first`` and
-    the ``last`` unit of a stage have, the most of all stages; ``units`` is the number that the rank with most has, each
-    of which has its own collectives."""
+    """Bytes by rank of parameters as in `profile.State`, with their ``spread``; of the rank with most those of
+    parameters, gradients and state that its optimizer has ``stepped``; the most that a unit has of those that are
+    ``used``, and what the ``first`` and the ``last`` unit of a stage have, the most of all stages; ``units`` is the
+    number that the rank with most has, each of which has its own collectives."""
 
     rest: Floats
     gradients: Floats
@@ -136,6 +138,7 @@ class _Bytes:
     first: float
     last: float
     units: int
+    spread: int
 
 
 class _Saved(NamedTuple):
@@ -148,10 +151,10 @@ class _Saved(NamedTuple):
 
 
 class Estimator:
-    """Estimates candidates of one model on one cluster. ``replica`` gives the solved replica of cp x tp, or the one
-    that is lean."""
+    """Estimates candidates of one model on one cluster. ``replica`` gives the solved replica of cp x tp and ranks of dp
+    that have experts, or the one that is lean."""
 
-    def __init__(self, cluster: Cluster, batch: int, replica: Callable[[int, int, bool], Replica]) -> None:
+    def __init__(self, cluster: Cluster, batch: int, replica: Callable[[int, int, int, bool], Replica]) -> None:
         self.cluster, self.batch, self.replica = cluster, batch, replica
         for name in ("cuts", "_work", "_bytes", "_saved", "_collective", "_stepped"):
             setattr(self, name, functools.cache(getattr(self, name)))
@@ -187,17 +190,17 @@ class Estimator:
         """Seconds that no plan of a candidate beats."""
         d = c.degrees
         share = least_share(c.schedule, d.pp, c.chunks, c.micro_batches)
-        return self.replica(d.cp, d.tp, False).bound * self.batch / (d.dp * d.pp) * share
+        return self.replica(d.cp, d.tp, d.experts, False).bound * self.batch / (d.dp * d.pp) * share
 
     def _replica(self, c: Candidate) -> Replica:
-        return self.replica(c.degrees.cp, c.degrees.tp, c.lean)
+        return self.replica(c.degrees.cp, c.degrees.tp, c.degrees.experts, c.lean)
 
-    def cuts(self, cp: int, tp: int, ranks: tuple[int, ...]) -> Ints:
+    def cuts(self, cp: int, tp: int, experts: int, ranks: tuple[int, ...]) -> Ints:
         """The first unit of every stage; ``ranks`` are those of the stages."""
-        return fair_cuts(self.replica(cp, tp, False).profile(1).seconds, ranks)
+        return fair_cuts(self.replica(cp, tp, experts, False).profile(1).seconds, ranks)
 
     def _first(self, shape: _Shape) -> Ints:
-        return self.cuts(shape.cp, shape.tp, stage_ranks(str(shape.schedule), shape.pp, shape.stages))
+        return self.cuts(shape.cp, shape.tp, shape.experts, stage_ranks(str(shape.schedule), shape.pp, shape.stages))
 
     def _samples(self, c: Candidate) -> int:
         return max(1, self.batch // (c.degrees.dp * c.micro_batches))
@@ -210,15 +213,17 @@ class Estimator:
 
     def _added(self, c: Candidate) -> float:
         """Seconds of adding up the gradients of micro-batches, `solver.actions.accumulated_bytes`."""
-        reduced = float(self._bytes(_shape(c)).reduced.max())
-        share = 1 if self._keeping(c).gradient == "step" else shards(c)
-        return (c.micro_batches - 1) * stream_seconds(ADDED * reduced / share, self.cluster.device)
+        once = self._keeping(c).gradient == "step"
+        added = sum(
+            float(own.reduced.max()) / (1 if once else shards(c, own.spread)) for own in self._bytes(_shape(c))
+        )
+        return (c.micro_batches - 1) * stream_seconds(ADDED * added, self.cluster.device)
 
     def _by_rank(self, shape: _Shape, by_unit: Floats) -> Floats:
         return by_rank(shape.schedule, shape.pp, np.add.reduceat(by_unit, self._first(shape)))
 
     def _work(self, shape: _Shape, samples: int, micro_batches: int, mode: str) -> _Work:
-        replica, pp = self.replica(*shape[:3]), shape.pp
+        replica, pp = self.replica(*shape[:4]), shape.pp
         profile = replica.profile(samples)
         forward, inputs, weights = (self._by_rank(shape, x) for x in (profile.forward, profile.inputs, profile.weights))
         inputs = inputs + self._by_rank(shape, replica.chosen(profile.again, mode))
@@ -229,8 +234,10 @@ class Estimator:
         backward, early = inputs + weights, float(self._by_rank(shape, profile.early).max())
         return _Work(float(forward.max()), float(backward.max()), float((forward + backward).max()), early, wait)
 
-    def _bytes(self, shape: _Shape) -> _Bytes:
-        state = self.replica(*shape[:3]).state
+    def _bytes(self, shape: _Shape) -> tuple[_Bytes, ...]:
+        return tuple(self._bytes_of(shape, state) for state in self.replica(*shape[:4]).states)
+
+    def _bytes_of(self, shape: _Shape, state: State) -> _Bytes:
         rest, gradients, used, reduced = (
             self._by_rank(shape, x) for x in (state.rest, state.gradients, state.used, state.reduced)
         )
@@ -240,10 +247,11 @@ class Estimator:
         first, last = state.used[begin].max(), state.used[[*(begin[1:] - 1), -1]].max()
         count = int(self._by_rank(shape, np.ones_like(state.used)).max())
         ends = (float(state.used.max()), float(first), float(last))
-        return _Bytes(rest, gradients, used, reduced, (float(most[0]), float(most[1]), float(most[2])), *ends, count)
+        stepped_most = (float(most[0]), float(most[1]), float(most[2]))
+        return _Bytes(rest, gradients, used, reduced, stepped_most, *ends, count, state.spread)
 
     def _saved(self, shape: _Shape, samples: int, mode: str) -> _Saved:
-        replica = self.replica(*shape[:3])
+        replica = self.replica(*shape[:4])
         profile = replica.profile(samples)
         each, once = (self._by_rank(shape, replica.chosen(x, mode)) for x in (profile.saved, profile.constant))
         return _Saved(each, once, 0.0 if mode == "none" else float(profile.saved["none"].max()))
@@ -254,54 +262,49 @@ class Estimator:
     def _keeping(self, c: Candidate) -> Keeping:
         """How long copies of parameters live, and how often gradients are reduced."""
         replica = self._replica(c)
-        return replace(replica.setting.zero, stage=c.zero).keeping(shards(c) > 1, replica.state.cast)
+        return replace(replica.setting.zero, stage=c.zero).keeping(shards(c) > 1, replica.states[0].cast)
 
     def rest(self, c: Candidate) -> Floats:
         """Bytes by rank of parameters, gradients, optimizer state and copies."""
-        own = self._bytes(_shape(c))
-        return np.asarray(self._resting(c, own) + self._gathered(c, own.largest))
+        every = self._bytes(_shape(c))
+        gathered = self._gathered(c, sum(own.largest for own in every))
+        return np.asarray(sum(self._resting(c, own) for own in every) + gathered)
 
     def _resting(self, c: Candidate, own: State | _Bytes) -> Floats:
         """Bytes, by unit or by rank as ``own`` has them, of parameters, gradients, optimizer state and the copies of
         whole parameters that are all there at the end of a forward."""
-        keep, shard = self._keeping(c), shards(c)
+        keep, shard = self._keeping(c), shards(c, own.spread)
         whole = keep.gradient == "step" and (shard == 1 or c.micro_batches > 1)
         found = own.rest / shard + (own.reduced if whole else own.gradients / shard)
         return np.asarray(found if keep.copy == "use" else found + own.used)
 
     def _gathered(self, c: Candidate, largest: float) -> float:
         """Bytes of the block in use and the one that is gathered ahead, where copies live for one use."""
-        made = shards(c) > 1 or self._replica(c).state.cast
+        made = shards(c) > 1 or self._replica(c).states[0].cast
         return 2 * largest if made and self._keeping(c).copy == "use" else 0.0
 
     def best_cuts(self, c: Candidate, mode: str, budget: float) -> Ints:
         """The first unit of every stage of a candidate, the best cut that fits."""
         replica = self._replica(c)
-        profile, state = replica.profile(self._samples(c)), replica.state
-        rest = self._resting(c, state) + replica.chosen(profile.constant, mode)
+        profile, states = replica.profile(self._samples(c)), replica.states
+        rest = sum(self._resting(c, state) for state in states) + replica.chosen(profile.constant, mode)
         seconds = profile.seconds + replica.chosen(profile.again, mode)
         row = Units(seconds, rest, replica.chosen(profile.saved, mode))
         short = 0.0 if mode == "none" else float(profile.saved["none"].max())
-        room = budget - self._gathered(c, float(state.used.max())) - short
+        room = budget - self._gathered(c, sum(float(state.used.max()) for state in states)) - short
         stages = c.degrees.pp * c.chunks
         return best_cuts(row, stage_ranks(str(c.schedule), c.degrees.pp, stages), self._held(c), max(room, 1.0))
 
     def _exposed(self, c: Candidate, work: _Work) -> float:
         """Seconds that the collectives of data parallelism add to a step: as `cost_model.step` has it, those once a
         step have no compute beside them if there is more than one micro-batch."""
-        d, own, shard = c.degrees, self._bytes(_shape(c)), shards(c)
-        used, reduced, ranks = float(own.used.max()), float(own.reduced.max()), d.dp * d.cp
         forward, backward = (work.forward, work.backward) if c.micro_batches == 1 else (0.0, 0.0)
-        if shard == 1:
-            return self._beside(self._collective("all_reduce", d.tp, ranks, reduced), backward)
-        gather = own.units * self._collective("all_gather", d.tp, shard, used / own.units)
-        scatter = own.units * self._collective("reduce_scatter", d.tp, shard, reduced / own.units)
+        every = [self._moved(c, own) for own in self._bytes(_shape(c))]
+        gather, scatter, across, first, last, end = (sum(seconds) for seconds in zip(*every, strict=True))
+        if shards(c) == 1:
+            return self._beside(across, backward)
         # across the groups of hybrid ZeRO: behind the backward too, but once a step
-        across = own.units * self._collective("all_reduce", d.tp * shard, ranks // shard, reduced / shard / own.units)
         late, behind = (0.0, across) if c.micro_batches == 1 else (across, 0.0)
-        # nothing is beside the first gather of a direction and the last reduction
-        first, last = (self._collective("all_gather", d.tp, shard, n) for n in (own.first, own.last))
-        end = self._collective("reduce_scatter", d.tp, shard, own.first * reduced / used)
         keep, once, each = self._keeping(c), late, 0.0
         if keep.copy == "step":
             once += self._beside(gather, forward)
@@ -315,17 +318,35 @@ class Estimator:
             each += self._beside(max(again + scatter - alone, behind), work.backward) + alone
         return once + c.micro_batches * each
 
+    def _moved(self, c: Candidate, own: _Bytes) -> tuple[float, ...]:
+        """Seconds of the collectives of data parallelism for parameters that are spread alike: all gathers, all
+        reduce-scatters, and all all-reduces across what ZeRO splits; and the gather of the first and of the last unit
+        and the reduce-scatter of the first, beside which there is nothing in a direction."""
+        d, shard = c.degrees, shards(c, own.spread)
+        used, reduced, ranks = float(own.used.max()), float(own.reduced.max()), d.dp * d.cp // own.spread
+        stride = d.tp * own.spread
+        if shard == 1:
+            return 0.0, 0.0, self._collective("all_reduce", stride, ranks, reduced), 0.0, 0.0, 0.0
+        gather = own.units * self._collective("all_gather", stride, shard, used / own.units)
+        scatter = own.units * self._collective("reduce_scatter", stride, shard, reduced / own.units)
+        across = own.units * self._collective("all_reduce", stride * shard, ranks // shard, reduced / shard / own.units)
+        first, last = (self._collective("all_gather", stride, shard, n) for n in (own.first, own.last))
+        return gather, scatter, across, first, last, self._collective(
+            "reduce_scatter", stride, shard, own.first * reduced / used
+        )
+
     def _beside(self, communication: float, compute: float) -> float:
         """Seconds that a collective adds to the compute beside it, which it slows down as long as it runs."""
         return max(communication * (1.0 - self.cluster.device.overlap_rate), communication - compute)
 
     def optimizer(self, c: Candidate) -> float:
         """Seconds of the optimizer's step on the rank that has most to step over."""
-        return self._stepped(_shape(c), shards(c))
+        return self._stepped(_shape(c), tuple(shards(c, own.spread) for own in self._bytes(_shape(c))))
 
-    def _stepped(self, shape: _Shape, shard: int) -> float:
-        optimizer = self.replica(*shape[:3]).setting.optimizer
-        parameters, gradients, state = (nbytes / shard for nbytes in self._bytes(shape).stepped)
+    def _stepped(self, shape: _Shape, every: tuple[int, ...]) -> float:
+        optimizer = self.replica(*shape[:4]).setting.optimizer
+        shares = [[n / shard for n in own.stepped] for own, shard in zip(self._bytes(shape), every, strict=True)]
+        parameters, gradients, state = (sum(nbytes) for nbytes in zip(*shares, strict=True))
         return optimizer_seconds(optimizer, parameters, gradients, state, self.cluster.device)
 
     def _collective(self, kind: str, stride: int, size: int, nbytes: float) -> float:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.sharding.assignment import Assignment
-from autopar.sharding.axes import state_ranks
+from autopar.sharding.assignment import Assignment, zero_ranks
 from autopar.sharding.recompute import Kept
 from autopar.sharding.zero import Keeping
 from autopar.solver.costs import state_bytes
@@ -23,7 +22,7 @@ def memory_of(
         local = assignment.sources[p.placeholder].local_numel(assignment.mesh, p.spec.shape)
         for kind, nbytes in state_bytes(local, p.storage_dtype, optimizer, p.gradient is not None).items():
             totals[kind] += nbytes
-        ranks = state_ranks(assignment.sources[p.placeholder], assignment.mesh)
+        ranks = zero_ranks(setting.operators, assignment, p.placeholder)
         if keep[p.name].copy != "use":
             copies += local * ranks * p.spec.dtype.itemsize
         if keep[p.name].gradient == "step" and micro_batches > 1 and p.gradient is not None and optimizer != "none":

@@ -78,7 +78,8 @@ class Frame:
         """The pins of a replica, where nothing is split over the ranks of the data."""
         shard = {pattern: {a: d for a, d in dims.items() if a not in STATE_AXES}
                  for pattern, dims in (self.hints.shard or {}).items()}  # fmt: skip
-        return hint_pins(self.setting.captured, Hints(shard={pattern: dims for pattern, dims in shard.items() if dims}))
+        pins = hint_pins(self.setting.captured, Hints(shard={pattern: dims for pattern, dims in shard.items() if dims}))
+        return replace(pins, attention=self.hints.attention, experts=self.hints.ep)
 
     @property
     def cluster(self) -> Cluster:
@@ -121,7 +122,7 @@ class Estimates:
     def __init__(self, frame: Frame, line: Progress) -> None:
         self.frame, self.line = frame, line
         self.replica = functools.cache(self._replica)
-        self._asked: list[tuple[int, int]] = []
+        self._asked: list[tuple[int, int, int]] = []
         self.estimator = Estimator(frame.cluster, frame.limits.batch, self.replica)
 
     def within(self, budget: float) -> Estimates:
@@ -131,24 +132,25 @@ class Estimates:
         return found
 
     @functools.cached_property
-    def degrees(self) -> dict[tuple[int, int], list[Degrees]]:
-        """All degrees by those of a replica, (cp, tp), the fewest ranks first."""
+    def degrees(self) -> dict[tuple[int, int, int], list[Degrees]]:
+        """All degrees by those of a replica, (cp, tp, ranks of dp with experts), the fewest ranks first."""
         frame = self.frame
         found = [d for d in all_degrees(frame.cluster, frame.hints, frame.limits) if keeps_shards(d, frame.hints)]
         if frame.hints.zero:  # where a single data rank is all that is left there is nothing to shard
             found = [d for d in found if d.dp * d.cp > 1] or found
-        every = sorted(found, key=lambda d: (d.tp * d.cp, d.cp, d.pp))
-        return {key: list(group) for key, group in itertools.groupby(every, key=lambda d: (d.cp, d.tp))}
+        every = sorted(found, key=lambda d: (d.tp * d.cp * d.experts, d.cp, d.experts, d.pp))
+        return {key: list(group) for key, group in itertools.groupby(every, key=lambda d: (d.cp, d.tp, d.experts))}
 
-    def _replica(self, cp: int, tp: int, lean: bool) -> Replica:
+    def _replica(self, cp: int, tp: int, experts: int, lean: bool) -> Replica:
         if lean:
-            return self.replica(cp, tp, False).leaner()
-        self._asked.append((cp, tp))
-        self.line.say(f"solving a replica of cp={cp}, tp={tp}")
+            return self.replica(cp, tp, experts, False).leaner()
+        self._asked.append((cp, tp, experts))
+        over = f", experts over {experts} of dp" if experts > 1 else ""
+        self.line.say(f"solving a replica of cp={cp}, tp={tp}{over}")
         batch = self.frame.limits.batch
-        most = batch // min(d.dp for d in self.degrees[cp, tp])
-        samples = max(n for n in (*MICRO_BATCH_SIZES, max(most, 1)) if batch % n == 0)
-        return Replica(self.frame.setting, cp, tp, self.frame.replica_pins, batch, samples)
+        most = batch // min(d.dp for d in self.degrees[cp, tp, experts])
+        able = [n for n in (*MICRO_BATCH_SIZES, most) if n and batch % (n * experts) == 0]
+        return Replica(self.frame.setting, cp, tp, self.frame.replica_pins, batch, max(able, default=1), experts)
 
     def preferred(self, cp: int, tp: int) -> bool:
         """Whether a replica is one of those tried first: tp over the fast links of a host, cp for long sequences. No
@@ -163,10 +165,10 @@ class Estimates:
         out, and unless wanted candidates whose state alone does not fit."""
         found: list[Estimate] = []
         best = math.inf
-        for (cp, tp), group in self.degrees.items():
-            if self.preferred(cp, tp) != preferred or self._least(cp, tp) >= best:
+        for (cp, tp, experts), group in self.degrees.items():
+            if self.preferred(cp, tp) != preferred or self._least(cp, tp, experts) >= best:
                 continue
-            if self.replica(cp, tp, False).possible:
+            if self.replica(cp, tp, experts, False).possible:
                 found += self._of(group, hopeless)
                 best = min((e.seconds for e in found if e.memory <= self.frame.budget), default=math.inf)
         return sorted(found, key=lambda e: (e.seconds, e.memory))
@@ -183,7 +185,8 @@ class Estimates:
         frame, d = self.frame, c.degrees
         found = self.estimator.estimate(c, frame.modes, frame.budget)
         easy = found.memory <= frame.budget and found.recompute == frame.modes[0]
-        if easy or self.replica(d.cp, d.tp, True) is self.replica(d.cp, d.tp, False):
+        replica = functools.partial(self.replica, d.cp, d.tp, d.experts)
+        if easy or replica(True) is replica(False):
             return found
         lean = self.estimator.estimate(replace(c, lean=True), frame.modes, frame.budget)
         return min(found, lean, key=lambda e: (e.memory > frame.budget, e.seconds))
@@ -202,14 +205,14 @@ class Estimates:
         d = c.degrees
         return self.frame.state / (d.pp * d.tp * shards(c)) <= self.frame.budget
 
-    def _least(self, cp: int, tp: int) -> float:
+    def _least(self, cp: int, tp: int, experts: int) -> float:
         """Seconds that no candidate of a replica beats, known from those that have been solved: an operator that is
         split n ways takes at least an n-th of its time, and collectives do not take less."""
         replicas = [(key, self.replica(*key, False)) for key in self._asked]
         known = (
             one.bound * other[0] * other[1]
             for other, one in replicas
-            if one.possible and cp % other[0] == 0 and tp % other[1] == 0
+            if one.possible and cp % other[0] == 0 and tp % other[1] == 0 and experts % other[2] == 0
         )
         return max(known, default=0.0) * self.frame.limits.batch / self.frame.cluster.size
 
@@ -218,7 +221,9 @@ def keeps_shards(degrees: Degrees, hints: Hints) -> bool:
     """Whether the axes that hints split parameters over have more than one rank, and groups of ZeRO divide dp."""
     table = degrees.table()
     split = {axis for dims in (hints.shard or {}).values() for axis in dims}
-    return degrees.dp % (hints.zero_group_size or 1) == 0 and all(table[axis] > 1 for axis in split)
+    group = hints.zero_group_size
+    grouped = degrees.dp % (group or 1) == 0 and (group or degrees.dp) % degrees.experts == 0
+    return grouped and all(table[axis] > 1 for axis in split)
 
 
 def pins_of(frame: Frame, c: Candidate) -> Pins:
@@ -230,7 +235,7 @@ def pins_of(frame: Frame, c: Candidate) -> Pins:
 def mesh_of(c: Candidate) -> Mesh:
     """The mesh of a stage."""
     d = c.degrees
-    return make_mesh(d.dp, d.cp, d.tp, c.group)
+    return make_mesh(d.dp, d.cp, d.tp, c.group, d.experts)
 
 
 class Solver:
@@ -339,7 +344,7 @@ def task_of(frame: Frame, estimates: Estimates, e: Estimate) -> Task:
 def peaks(task: Task, solved: Solved, micro_batches: int) -> tuple[dict[str, int], ...]:
     """Bytes by kind at the fullest moment of every rank of the pipeline, of one rank without."""
     setting, assignment = task.setting, solved.assignment
-    keep = keepings(setting.captured, assignment, setting.zero)
+    keep = keepings(setting, assignment)
     return peaks_of(setting, assignment, solved.held, keep, micro_batches, task.pipeline)
 
 
@@ -347,7 +352,7 @@ def _pipeline(frame: Frame, estimates: Estimates, e: Estimate) -> Pipeline | Non
     c, d = e.candidate, e.candidate.degrees
     if c.schedule is None:
         return None
-    row = estimates.replica(d.cp, d.tp, False).row
+    row = estimates.replica(d.cp, d.tp, d.experts, False).row
     if frame.hints.stages is not None:
         return Pipeline(d.pp, c.schedule, hinted(row, frame.hints.stages))
     first = estimates.estimator.best_cuts(c, e.recompute, frame.budget)

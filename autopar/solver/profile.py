@@ -1,20 +1,23 @@
 """What the units of a model (`solver.pipeline`) cost on one rank of a replica, for the outer search.
 
-A replica is cp x tp ranks without data parallelism and pipeline. The integer program is solved once for it; what a
-micro-batch of any size then costs, unit by unit, is a few sums. Pipelines, data parallelism, ZeRO and recomputation are
-put together from these sums (`solver.estimate`) for thousands of candidates in the time that one program takes.
+A replica is cp x tp ranks without data parallelism and pipeline, times those of dp over which experts are spread. The
+integer program is solved once for it; what a micro-batch of any size then costs, unit by unit, is a few sums.
+Pipelines, data parallelism, ZeRO and recomputation are put together from these sums (`solver.estimate`) for thousands
+of candidates in the time that one program takes.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.sharding.assignment import Transfer, transfers
+from autopar.sharding.assignment import Transfer, transfers, used_axes
 from autopar.sharding.axes import make_mesh
 from autopar.sharding.buckets import Pieces
 from autopar.sharding.operators import Operator
@@ -39,7 +42,8 @@ MODES = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of parameters by unit on a rank of a replica: of the ``parameters`` that rest and of those that are
+    """Bytes of parameters by unit on a rank of a replica, of those that are split in use over ``spread`` ranks of the
+    tokens (1 but for experts): of the ``parameters`` that rest and of those that are
     ``trained``, of ``gradients`` and ``optimizer`` state as they rest, of the copies in which parameters are ``used``,
     of gradients as they are ``reduced``; ``cast`` is True where a copy differs from what rests in its dtype."""
 
@@ -50,6 +54,7 @@ class State:
     used: Floats
     reduced: Floats
     cast: bool
+    spread: int = 1
 
     @property
     def rest(self) -> Floats:
@@ -113,10 +118,14 @@ class _Moves(_Sorted):
 class Replica:
     """The solved program of one replica on cp x tp ranks; `profile` prices a micro-batch of it."""
 
-    def __init__(self, setting: Setting, cp: int, tp: int, pins: Pins, batch: int, samples: int) -> None:
-        """Solve for micro-batches of ``samples`` of a global ``batch``, the largest of the search: seconds a sample
-        fall with their number, so that the bound holds for all smaller ones."""
-        self.setting, self.mesh, self.batch = setting, make_mesh(1, cp, tp), batch
+    def __init__(
+        self, setting: Setting, cp: int, tp: int, pins: Pins, batch: int, samples: int, experts: int = 1
+    ) -> None:
+        """Solve for micro-batches of ``samples`` a rank of dp of a global ``batch``, the largest of the search: seconds
+        a sample fall with their number, so that the bound holds for all smaller ones. ``experts`` are the ranks of dp
+        over which experts are spread."""
+        self.setting, self.batch, self.experts = setting, batch, experts
+        self.mesh = make_mesh(experts, cp, tp, None, experts)
         self.captured, self.operators = setting.captured, setting.operators
         self.prices = Prices(setting.cluster, self.mesh)
         self.row = units(self.captured, self.operators) or ("",)
@@ -124,13 +133,17 @@ class Replica:
         #: Places in the row of the repeated blocks.
         self.blocks = np.array([i for i, unit in enumerate(self.row) if unit in blocks], dtype=np.int64)
         self.at = located(self.captured, self.operators, tuple((unit,) for unit in self.row))
-        space, program = make_program(setting, self.mesh, replace(pins, zero=0, micro_batches=batch // samples))
+        space, program = make_program(setting, self.mesh, replace(pins, zero=0, micro_batches=self._parts(samples)))
         self.space, self.program, self.solution = space, program, solve(program)
         self.possible = self.solution is not None
         if self.solution is not None:
-            #: Least seconds of a sample over the program's space.
-            self.bound = self.solution.bound / batch
+            #: Least seconds of a sample over the program's space, times the ranks of dp.
+            self.bound = self.solution.bound / batch * experts
             self.assignment = space.assignment(self.solution.options)
+
+    def _parts(self, samples: int) -> int:
+        """Into how many micro-batches the batch is cut."""
+        return max(1, self.batch // (samples * self.experts))
 
     def leaner(self) -> Replica:
         """The same replica solved so that a tenth of the memory is worth `LEAN` of the time: norms and what is around
@@ -149,11 +162,13 @@ class Replica:
         return found
 
     @functools.cached_property
-    def state(self) -> State:
-        """The parameters."""
+    def states(self) -> tuple[State, ...]:
+        """The parameters, those alike that are split in use over as many ranks of the tokens."""
         kinds = ("parameters", "trained", "gradients", "optimizer", "used", "reduced")
-        found = {name: np.zeros(len(self.row)) for name in kinds}
+        every: dict[int, dict[str, Floats]] = defaultdict(lambda: {name: np.zeros(len(self.row)) for name in kinds})
         for p in self.captured.parameters:
+            over = used_axes(self.operators, self.assignment, p.placeholder)
+            found = every[math.prod(map(self.mesh.degree, over))]
             numel = self.assignment.sources[p.placeholder].local_numel(self.mesh, p.spec.shape)
             unit = self.at[p.placeholder]
             rest = state_bytes(numel, p.storage_dtype, self.setting.optimizer, p.gradient is not None)
@@ -163,7 +178,8 @@ class Replica:
             if p.gradient is not None:
                 found["trained"][unit] += rest["parameters"]
                 found["reduced"][unit] += numel * p.gradient.meta["val"].dtype.itemsize
-        return State(**found, cast=any(p.master is not None for p in self.captured.parameters))
+        cast = any(p.master is not None for p in self.captured.parameters)
+        return tuple(State(**found, cast=cast, spread=spread) for spread, found in sorted(every.items()))
 
     def chosen(self, by_mode: Mapping[str, Floats], recompute: str) -> Floats:
         """Values by unit under any way to recompute, of those under `MODES`."""
@@ -236,6 +252,10 @@ class Replica:
             for op in calls.first
         ]
         seconds = self.prices.work_seconds(work) / [w.times for w in work] if work else np.zeros(0)
+        for i, op in enumerate(calls.first):
+            passing = op.rule.passing(self.assignment.strategies[op.node], self.mesh)
+            if passing is not None:
+                seconds[i] += self.prices.passing_seconds(passing, float(seconds[i]), work[i].times)
         return calls.by_unit(seconds, len(self.row), 4)
 
     def profile(self, samples: int) -> Profile:
@@ -249,7 +269,7 @@ class Replica:
         return {}
 
     def _profile(self, samples: int) -> Profile:
-        parts = self.batch // samples
+        parts = self._parts(samples)
         forward, inputs, weights, early = self._worked(self._calls[""], parts, MODES[0])
         moved = self._moved(self._issued[""], parts)
         again = {

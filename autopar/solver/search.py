@@ -13,14 +13,15 @@ from autopar.capture.graph import Captured, Parameter
 from autopar.cluster import Cluster
 from autopar.errors import HintError, InfeasibleError
 from autopar.garbage import collecting_later
-from autopar.hints import Hints, check_hints, check_recompute
+from autopar.hints import AXES, EXPERTS, Hints, check_hints, check_recompute
 from autopar.plan import Alternative, ParameterPlan, Plan
 from autopar.report.describe import describe_layers, describe_replicated
 from autopar.report.progress import Progress, progress
 from autopar.report.units import bytes_text, seconds_text
 from autopar.schedule import ALL_SCHEDULES, check_schedule, check_stages
-from autopar.sharding.axes import data_degree, state_axes, zero_group_size
-from autopar.sharding.layout import Layout
+from autopar.sharding.assignment import Assignment, ranks_of_experts, used_axes
+from autopar.sharding.axes import data_degree, expert_group_size, zero_group_size
+from autopar.sharding.operators import Operators, Value
 from autopar.sharding.recompute import forward_blocks
 from autopar.sharding.zero import Zero
 from autopar.solver.candidates import Candidate, Limits, able_chunks, all_degrees
@@ -30,7 +31,7 @@ from autopar.solver.microbatches import loss_place
 from autopar.solver.outer import CONTEXT_TOKENS, Estimates, Found, Frame, Solver, least_memory
 from autopar.solver.parts import runs_in_parts, why_whole
 from autopar.solver.pipeline import hinted, units
-from autopar.solver.setting import Setting
+from autopar.solver.setting import Setting, is_sharded
 from autopar.solver.spmd import read
 from autopar.workload import Workload
 
@@ -88,10 +89,27 @@ def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: 
         loss_place(captured)  # says what is wrong, if that is it
         if size * (hints.dp or cluster.size) < batch:  # more than one micro-batch, whatever dp is
             why_whole(captured, operators, batch)
-    blocks = len(forward_blocks(operators)) or None
-    limits = Limits(batch, workload.seq_len or 1, len(row), parts, stages, blocks)
+    experts, blocks = experts_of(captured, operators, hints.ep), len(forward_blocks(operators))
+    limits = Limits(batch, workload.seq_len or 1, len(row), parts, stages, experts, blocks or None)
     budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
     return Frame(setting, hints, hint_pins(captured, hints), limits, budget)
+
+
+def experts_of(captured: Captured, operators: Operators, ep: int | None = None) -> int:
+    """How many pieces all mixtures of a model can be cut into, as all divisors of it: 1 if it has no experts. HintError
+    where the hint ``ep`` asks for another number."""
+    specs = [operators.specs[Value(p.placeholder)] for p in captured.parameters]
+    counts = sorted({spec.shape[0] for spec in specs if spec.by_expert})
+    found = math.gcd(*counts) if counts else 1
+    if ep is not None and found % ep:
+        many = f"mixtures of {', '.join(map(str, counts))} experts" if counts else "no experts that can be spread"
+        raise HintError(
+            f"The hint ep={ep} cannot be kept: every rank must have equally many experts.",
+            expected=f"ep that divides {found}" if counts else "ep=1, or no hint",
+            found=f"a model with {many}",
+            change="choose a divisor, or leave ep out",
+        )
+    return found
 
 
 class _Search:
@@ -120,17 +138,17 @@ class _Search:
         c, best, setting = found.candidate, found.solved, found.setting
         bound = min([e.bound for e in every] + [best.step_time])
         captured, operators = setting.captured, setting.operators
-        parameters = {
-            p.name: _parameter_plan(p, best.assignment.sources[p.placeholder], setting.zero)
-            for p in captured.parameters
-        }
+        parameters = {p.name: _parameter_plan(p, setting, best.assignment) for p in captured.parameters}
+        spread = ranks_of_experts(operators, best.assignment)
+        experts = {} if spread is None else {EXPERTS: spread}
         size = self.frame.limits.batch // data_degree(best.mesh) // c.micro_batches
         return Plan(
             model=type(self.model).__name__,
             structure=structure_hash((name, p.shape) for name, p in parameters.items()),
-            degrees=c.degrees.table(),
+            degrees=c.degrees.table() | experts,
             zero=best.zero,
             zero_group_size=zero_group_size(best.mesh),
+            expert_group_size=expert_group_size(best.mesh),
             micro_batch_size=max(1, size),
             num_micro_batches=c.micro_batches,
             schedule=c.schedule,
@@ -185,9 +203,10 @@ class _Search:
         raise _no_plan(self.frame, least, free)
 
 
-def _parameter_plan(p: Parameter, storage: Layout, zero: Zero) -> ParameterPlan:
-    kept = zero.keeping(bool(state_axes(storage)), p.master is not None)
-    return ParameterPlan(p.spec.shape, storage, kept.copy, kept.gradient)
+def _parameter_plan(p: Parameter, setting: Setting, assignment: Assignment) -> ParameterPlan:
+    kept = setting.zero.keeping(is_sharded(p, setting.operators, assignment), p.master is not None)
+    used = used_axes(setting.operators, assignment, p.placeholder)
+    return ParameterPlan(p.spec.shape, assignment.sources[p.placeholder], kept.copy, kept.gradient, used)
 
 
 def _lost(best: Found, other: Found) -> Alternative:
@@ -237,6 +256,14 @@ def _cannot_be_kept(frame: Frame) -> HintError:
             found=f"a global batch of {batch}, and dp of {', '.join(map(str, ranks))}",
             change="choose a micro_batch_size that divides global_batch / dp, or another batch",
         )
+    if hints.ep is not None and not ranks and list(all_degrees(frame.cluster, replace(hints, ep=None), frame.limits)):
+        over = [f"{axis}={n}" for axis in AXES if (n := getattr(hints, axis)) is not None]
+        return HintError(
+            f"The hint ep={hints.ep} fits no mesh that the other hints allow.",
+            expected="ep that is a part of dp, times all of cp or not, times all of tp or not",
+            found=f"experts over {hints.ep} ranks of {_and(over) or f'{frame.cluster.size} in all'}",
+            change="give another ep, or leave it or a degree out",
+        )
     if hints.schedule is not None and hints.pp is not None and size is not None and ranks:
         chunks = ALL_SCHEDULES[hints.schedule] or min(able_chunks(hints.pp, frame.limits), default=2)
         stages = frame.limits.stages or hints.pp * chunks
@@ -248,6 +275,10 @@ def _cannot_be_kept(frame: Frame) -> HintError:
         f"{frame.limits.units} units for stages",
         change="drop a hint, or give degrees that divide the hinted dims, batch and sequence",
     )
+
+
+def _and(texts: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(texts[:-1]), *texts[-1:])))
 
 
 def _no_plan(frame: Frame, least: Found, free: Found | None) -> InfeasibleError:

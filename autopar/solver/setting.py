@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from autopar.capture.graph import Captured, Parameter
 from autopar.cluster import Cluster
-from autopar.sharding.assignment import Assignment
-from autopar.sharding.axes import state_axes
+from autopar.sharding.assignment import Assignment, zero_axes
 from autopar.sharding.operators import Operators
 from autopar.sharding.zero import Keeping, Zero
 
@@ -27,11 +26,14 @@ class Setting:
     compiled: bool = False
 
 
-def is_sharded(p: Parameter, assignment: Assignment) -> bool:
+def is_sharded(p: Parameter, operators: Operators, assignment: Assignment) -> bool:
     """Whether a parameter rests sharded by ZeRO."""
-    return bool(state_axes(assignment.sources[p.placeholder]))
+    return bool(zero_axes(operators, assignment, p.placeholder))
 
 
-def keepings(captured: Captured, assignment: Assignment, zero: Zero) -> dict[str, Keeping]:
+def keepings(setting: Setting, assignment: Assignment) -> dict[str, Keeping]:
     """How long copies of every parameter live and how often its gradient is reduced, by name."""
-    return {p.name: zero.keeping(is_sharded(p, assignment), p.master is not None) for p in captured.parameters}
+    return {
+        p.name: setting.zero.keeping(is_sharded(p, setting.operators, assignment), p.master is not None)
+        for p in setting.captured.parameters
+    }

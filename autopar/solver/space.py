@@ -19,11 +19,23 @@ import torch
 from torch import fx
 
 from autopar.capture.graph import Captured, Parameter
+from autopar.ops.experts import MAKE_ROWS, TAKE_ROWS
 from autopar.sharding.assignment import AliasKey, Assignment
-from autopar.sharding.axes import BATCH_AXES, CONTEXT_AXIS, STATE_AXES, TOKEN_AXES, batch_pieces, degree, state_axes
+from autopar.sharding.axes import (
+    BATCH_AXES,
+    CONTEXT_AXIS,
+    EXPERT_AXIS,
+    SPREAD_AXES,
+    STATE_AXES,
+    TOKEN_AXES,
+    batch_pieces,
+    degree,
+    state_axes,
+)
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value, own_factors, splits_batch, value_of
 from autopar.sharding.rule import REPLICATE, Choice, Strategy, layouts, strategies
+from autopar.sharding.rules.attention import ATTENTION, WAYS
 from autopar.solver.alike import alike
 from autopar.solver.program import Ints
 
@@ -39,7 +51,8 @@ class Pins:
     which dim an axis then splits, by name. Pins only close options: the space is the same with and without. ``strict``
     pins (hints) may leave no option; others (a plan carried to other shapes) then fall back to all. ``inputs`` are the
     layouts of the batch's tensors that do not come whole to every rank. With ``micro_batches`` only what is left of the
-    batch in each of them can be split.
+    batch in each of them can be split. ``experts`` says over how many ranks they are spread, None that it is open,
+    and ``attention`` which of `WAYS` it takes on the axis of the sequence.
     """
 
     storage: Callable[[str, Layout], bool] = lambda name, layout: True
@@ -49,6 +62,8 @@ class Pins:
     strict: bool = True
     inputs: Mapping[fx.Node, Layout] = field(default_factory=dict)
     micro_batches: int = 1
+    experts: int | None = None
+    attention: str | None = None
 
 
 @dataclass
@@ -139,6 +154,14 @@ class SpaceBuilder:
         heavy = (value for op in operators if op.is_heavy for value in op.operands)
         self.weights = {node for value in heavy if (node := operators.base(value).node) in self.parameter_of}
         self.reduced_in = set(_reduction_casts(captured, operators))
+        #: What says which experts tokens go to: whoever has rows of all ranks' tokens reads it whole.
+        self.indices = {
+            value
+            for op in operators
+            if op.call.target in MAKE_ROWS | TAKE_ROWS
+            for value in op.operands
+            if not operators.specs[value].dtype.is_floating_point
+        }
 
     def build(self) -> Space:
         """The space: decisions of what enters and leaves, of operators in graph order, and the flows between them."""
@@ -199,36 +222,58 @@ class SpaceBuilder:
     def _may_rest(self, p: Parameter, layout: Layout, options: list[Layout]) -> bool:
         """Whether pins let a parameter rest in ``layout``. ZeRO-3 asks for a split only where a dim divides, also
         beside what other pins split."""
-        sharded = bool(state_axes(layout))
+        sharded = self._is_sharded(p, layout)
         if not self.pins.storage(p.name, layout) or (self.pins.zero == 0 and sharded):
             return False
         if self.pins.zero != 3 or sharded:
             return True
-        return not any(state_axes(other) and self.pins.storage(p.name, other) for other in options)
+        if self._may_spread(p):  # over what the experts leave to split
+            options = [other for other in options if other.dims[0] == layout.dims[0]]
+        return not any(self._is_sharded(p, other) and self.pins.storage(p.name, other) for other in options)
+
+    def _is_sharded(self, p: Parameter, layout: Layout) -> bool:
+        """Whether ZeRO splits a parameter that rests in ``layout``: dim 0 of what experts have is never its to split
+        where axes of the tokens may split the experts."""
+        return bool(state_axes(layout, layout.dims[0] if self._may_spread(p) else ()))
+
+    def _may_spread(self, p: Parameter) -> bool:
+        """Whether a parameter is of experts that may be spread over axes of the tokens."""
+        by_expert = self.operators.specs[Value(p.placeholder)].by_expert
+        return by_expert and any(degree(self.mesh, axis) > 1 for axis in SPREAD_AXES)
 
     def _tensor_layouts(self, value: Value) -> list[Layout]:
         """Layouts without outstanding reductions in which a tensor may be shared: on the axes of the batch and of the
-        sequence that dim, where the tensor has one that divides; on the others any dim."""
+        sequence that dim, where the tensor has one that divides, or its experts; on the others any dim."""
         spec, batch = self.operators.specs[value], self.operators.batch_dims[value]
         shape = self._of_micro_batch(spec.shape, batch)
         per_axis: list[list[int | None]] = []
         for axis, n in self.mesh.axes:
             dims = [d for d, size in enumerate(shape) if n > 1 and size > 1 and size % n == 0]
+            experts = [0] if spec.by_expert and 0 in dims else []
             if axis in BATCH_AXES and not self.axes_split_all:
                 dims = [d for d in dims if d in batch and shape[d] % batch_pieces(self.mesh, axis) == 0]
-                per_axis.append([*dims] if dims else [None])
+                dims += experts if axis == EXPERT_AXIS else []
+                whole = axis == EXPERT_AXIS and value in self.indices
+                per_axis.append([None, *dims] if whole or not dims else [*dims])
             elif axis == CONTEXT_AXIS and not self.axes_split_all:
                 dims = [d for d in dims if d in self.operators.sequence.dims[value] - batch]
-                per_axis.append([*dims] if dims and spec.dtype.is_floating_point else [None, *dims])
+                forced = dims and spec.dtype.is_floating_point
+                per_axis.append([*dims, *experts] if forced else [None, *dims, *experts])
             else:
                 per_axis.append([None, *dims])
         found = []
         for dims_by_axis in itertools.product(*per_axis):
             chosen = {axis: d for axis, d in zip(self.mesh.names, dims_by_axis, strict=True) if d is not None}
-            layout = Layout.shard(len(spec.shape), chosen, self.mesh.names)
+            layout = self._nested(spec, chosen)
             if layout.divides(self.mesh, shape):
                 found.append(layout)
         return found
+
+    def _nested(self, spec: TensorSpec, by_axis: Mapping[str, int]) -> Layout:
+        """The layout in which axes split those dims of a tensor, nested as in the mesh, or of experts as
+        `Rule.inward`."""
+        found = Layout.shard(len(spec.shape), by_axis, self.mesh.names)
+        return Layout((found.dims[0][::-1], *found.dims[1:])) if spec.by_expert else found
 
     def _of_micro_batch(self, shape: Sequence[int], batch: Collection[int]) -> tuple[int, ...]:
         """The shape of a tensor in one micro-batch."""
@@ -236,27 +281,37 @@ class SpaceBuilder:
         return tuple(size // m if d in batch and size % m == 0 else size for d, size in enumerate(shape))
 
     def _storage_layouts(self, p: Parameter) -> list[Layout]:
-        """Where a parameter may rest: any dim on tp; on dp and cp (ZeRO) the first dim that is free and divides, else
-        inside the dim that tp splits."""
+        """Where a parameter may rest: any dim on tp; where experts may be spread over the axes of the tokens, dim 0 of
+        their parameters on those; on dp and cp (ZeRO) the first dim that is free and divides, else inside the dim that
+        tp splits."""
         shape, ndim = p.spec.shape, len(p.spec.shape)
-        others = [(axis, n) for axis, n in self.mesh.axes if axis not in TOKEN_AXES and n > 1]
-        dims = [[None, *(d for d in range(ndim) if shape[d] > 1 and shape[d] % n == 0)] for _, n in others]
+        dims: dict[str, list[int | None]] = {}
+        for axis, n in self.mesh.axes:
+            able = [d for d in range(ndim) if shape[d] > 1 and shape[d] % n == 0]
+            if axis not in TOKEN_AXES and n > 1:
+                dims[axis] = [None, *able]
+            elif axis in SPREAD_AXES and 0 in able and self._may_spread(p):
+                dims[axis] = [0] if axis == EXPERT_AXIS else [None, 0]
         found = []
-        for choice in itertools.product(*dims):
-            taken = {axis: d for (axis, _), d in zip(others, choice, strict=True) if d is not None}
-            base = Layout.shard(ndim, taken, self.mesh.names)
+        for choice in itertools.product(*dims.values()):
+            taken = {axis: d for axis, d in zip(dims, choice, strict=True) if d is not None}
+            base = self._nested(self.operators.specs[Value(p.placeholder)], taken)
             if not base.divides(self.mesh, shape):
                 continue
             found.append(base)
-            sharded = self._zero_layout(base, shape, self.pins.zero_dims.get(p.name, {}))
+            hinted = self.pins.zero_dims.get(p.name, {})
+            sharded = self._zero_layout(base, shape, hinted, 1 if self._may_spread(p) else 0)
             if sharded != base:
                 found.append(sharded)
         return found
 
-    def _zero_layout(self, base: Layout, shape: Sequence[int], hinted: Mapping[str, int]) -> Layout:
-        """``base`` with the axes of ZeRO inside: in one dim where one divides, else each where it does, or nowhere."""
-        axes = [axis for axis in STATE_AXES if degree(self.mesh, axis) > 1]
-        free = [d for d in range(len(shape)) if not base.dims[d]] + [d for d in range(len(shape)) if base.dims[d]]
+    def _zero_layout(self, base: Layout, shape: Sequence[int], hinted: Mapping[str, int], first: int) -> Layout:
+        """``base`` with the axes of ZeRO inside: in one dim where one divides, else each where it does, or nowhere;
+        dims before ``first`` are not theirs."""
+        axes = [axis for axis in STATE_AXES if degree(self.mesh, axis) > 1 and axis not in base.split_axes]
+        dims = range(first, len(shape))
+        hinted = {axis: d for axis, d in hinted.items() if d in dims}
+        free = [d for d in dims if not base.dims[d]] + [d for d in dims if base.dims[d]]
 
         def split(layout: Layout, together: Sequence[str]) -> Layout:
             n = math.prod(self.mesh.degree(axis) for axis in together)
@@ -283,7 +338,8 @@ class SpaceBuilder:
         return self.offers[key]
 
     def _allowed(self, op: Operator) -> Callable[[str, Choice], bool]:
-        """What each axis may do: those of the batch and of the sequence split it wherever there is one that divides."""
+        """What each axis may do: those of the batch and of the sequence split it wherever there is one that divides, or
+        experts where they may be spread over the axis."""
 
         def allowed(axis: str, choice: Choice) -> bool:
             if self.mesh.degree(axis) == 1:
@@ -296,6 +352,10 @@ class SpaceBuilder:
             n = self.mesh.degree(axis)
             if axis in BATCH_AXES:
                 n = batch_pieces(self.mesh, axis) * self.pins.micro_batches
+            if axis == EXPERT_AXIS and op.rule.inward:  # here they are: what is for tokens alone goes by tokens
+                return choice.factor in (op.rule.inward if op.is_heavy else op.rule.inward | own)
+            if axis == CONTEXT_AXIS and choice.factor in op.rule.inward:
+                return True
             divides = any(op.rule.sizes[f] % n == 0 and f not in op.rule.fixed for f in own)
             if axis == CONTEXT_AXIS and not all(spec.dtype.is_floating_point for spec in op.call.results):
                 return choice.factor is None or choice.factor in own  # masks and positions are small, and needed whole
@@ -315,7 +375,18 @@ class SpaceBuilder:
             every = [s for s in without([CONTEXT_AXIS]) if self._leaves_micro_batches(op, s)]
         if not every:  # the batch divides, but not inside this operator's compound dims
             every = without(TOKEN_AXES)
-        return self._prefer_split(op, every) if op.is_heavy else every
+        if not op.is_heavy:
+            return every
+        by_spread: dict[int, list[Strategy]] = defaultdict(list)
+        for s in every:
+            by_spread[self._spread(op, s)].append(s)
+        return [s for some in by_spread.values() for s in self._prefer_split(op, some)]
+
+    def _spread(self, op: Operator, strategy: Strategy) -> int:
+        """Over how many ranks a strategy spreads experts; each number is worth having, so what else is split is not
+        compared between them."""
+        pairs = zip(self.mesh.sizes, strategy, strict=True)
+        return math.prod(n for n, choice in pairs if choice.factor in op.rule.inward)
 
     def _leaves_micro_batches(self, op: Operator, strategy: Strategy) -> bool:
         """Whether what a strategy leaves of the batch still divides into micro-batches, where the whole batch does."""
@@ -361,7 +432,7 @@ class SpaceBuilder:
 
     def _decide(self, op: Operator) -> None:
         every = self._strategies(op)
-        if not op.is_heavy:
+        if not op.is_heavy and not self._exchanges(op):
             sizes = [self.operators.specs[v].numel for v in op.operands]
             for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
                 followed = self._follow(op, i, every)
@@ -369,8 +440,22 @@ class SpaceBuilder:
                     self.space.of_node[op.node] = followed
                     return
         label = f"{op.node.meta['module']} {op.node.name}"
-        allowed = self._open([self.pins.operator(op.node, s) for s in every])
+        allowed = self._open([self._may_run(op, s) for s in every])
         self.space.of_node[op.node] = (self.space.new(label, allowed), every)
+
+    def _may_run(self, op: Operator, strategy: Strategy) -> bool:
+        """Whether pins let an operator take a strategy."""
+        spread = self.pins.experts if op.is_heavy and op.rule.inward else None
+        if self.pins.attention and op.call.target in ATTENTION and CONTEXT_AXIS in self.mesh.names:
+            if strategy[self.mesh.names.index(CONTEXT_AXIS)].factor not in WAYS[self.pins.attention]:
+                return False
+        return spread in (None, self._spread(op, strategy)) and self.pins.operator(op.node, strategy)
+
+    def _exchanges(self, op: Operator) -> bool:
+        """Whether an operator makes rows of tokens, or tokens of rows, where experts are spread over an axis of the
+        batch: it may do that before the ranks exchange what they have, or after."""
+        rows = op.call.target in (torch.ops.autopar.dispatch.default, torch.ops.autopar.combine.default)
+        return rows and EXPERT_AXIS in self.mesh.names
 
     def _offer(self, op: Operator, i: int) -> tuple[int, Sequence[Layout]] | None:
         """Who decides the layout in which operand ``i`` is read, if an operator of the same block and direction."""

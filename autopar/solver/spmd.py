@@ -84,6 +84,7 @@ def account(stages: Stages) -> Solved:
     flops = sum(op.flops for op in operators)
     local = sum(op.flops * work_share(op.rule, assignment.strategies[op.node], mesh) for op in operators)
     breakdown = priced.simulated.breakdown
+    sharded = any(is_sharded(p, operators, assignment) for p in setting.captured.parameters)
     return Solved(
         mesh,
         assignment,
@@ -91,7 +92,7 @@ def account(stages: Stages) -> Solved:
         priced.memory,
         priced.collectives,
         (local / flops if flops else 1.0) * priced.share,
-        (setting.zero.stage or 3) if any(is_sharded(p, assignment) for p in setting.captured.parameters) else 0,
+        (setting.zero.stage or 3) if sharded else 0,
         priced.timing,
         stages.held,
     )

@@ -19,7 +19,7 @@ from autopar.cost_model.compute import Work
 from autopar.cost_model.step import Program, Simulated, Timing, simulate_step
 from autopar.plan import Collective
 from autopar.schedule import SPLIT_BACKWARD
-from autopar.sharding.assignment import Assignment, Transfer, result_layouts
+from autopar.sharding.assignment import Assignment, result_layouts
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operator, Operators, Value, of_graph
 from autopar.sharding.recompute import Kept, kept, made_again
@@ -65,7 +65,7 @@ class Stages:
         self.count = len(pipeline.stages) if pipeline else 1
         self.prices = Prices(setting.cluster, assignment.mesh)
         self.held = kept(operators, assignment, made_again(operators, setting.recompute))
-        self.keep = keepings(captured, assignment, setting.zero)
+        self.keep = keepings(setting, assignment)
         self.at = located(captured, operators, pipeline.stages) if pipeline else {}
         self.trained = any(op.backward for op in operators)
         self.split = self.schedule in SPLIT_BACKWARD
@@ -127,12 +127,8 @@ class Stages:
     @cached_property
     def work(self) -> list[StageWork]:
         """What every stage does."""
-
-        def stage(op: Operator | None, transfer: Transfer) -> int:
-            return self.stage(op.node if op is not None else transfer.value.node)
-
         every = issued(
-            self.setting.captured, self.operators, self.assignment, self.held, self.keep, self.micro_batches, stage
+            self.setting.captured, self.operators, self.assignment, self.held, self.keep, self.micro_batches, self.stage
         )
         issues: list[list[Issue]] = [[] for _ in range(self.count)]
         for issue in every:
@@ -176,7 +172,7 @@ class Stages:
             ),
             tuple(place[op.node] for op in work.again),
             tuple(
-                (i.kind, i.axis, i.purpose, i.nbytes, i.phase, at(i.reader), i.again, at(i.ready), i.depth)
+                (i.kind, i.axis, i.purpose, i.nbytes, i.phase, at(i.reader), i.again, at(i.ready), i.depth, i.part)
                 for i in work.issues
             ),
             work.accumulated,
