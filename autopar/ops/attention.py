@@ -24,19 +24,31 @@ from autopar.ops.attention_kernels import (
     math_backward_with_bias,
 )
 
-_SCALARS = (
+#: Arguments that are no tensors.
+SCALARS = (
     "float scale, bool causal, int window, bool spread, float softcap, float dropout, int stream, SymInt[] extent"
 )
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? bias, Tensor? seed, Tensor? starts, "
-    f"{_SCALARS}) -> (Tensor out, Tensor lse)"
+    f"{SCALARS}) -> (Tensor out, Tensor lse)"
 )
 _BACKWARD_ARGUMENTS = (
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? bias, Tensor out, Tensor lse, "
-    f"Tensor? seed, Tensor? starts, {_SCALARS})"
+    f"Tensor? seed, Tensor? starts, {SCALARS})"
 )
 _BACKWARD_SCHEMA = f"{_BACKWARD_ARGUMENTS} -> (Tensor dq, Tensor dk, Tensor dv)"
 _BIAS_BACKWARD_SCHEMA = f"{_BACKWARD_ARGUMENTS} -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
+
+
+def by_tokens(x: Tensor) -> Tensor:
+    """``x`` [B, H, S, D] as it is in memory around projections, contiguous as [B, S, H, D]: that is how kernels return
+    it, and so the projection that comes next needs no copy."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _empty_by_tokens(like: Tensor, shape: Sequence[int]) -> Tensor:
+    batch, heads, rows, dim = shape
+    return like.new_empty((batch, rows, heads, dim)).transpose(1, 2)
 
 
 @torch.library.custom_op("autopar::attention", mutates_args=(), schema=_SCHEMA)
@@ -78,8 +90,8 @@ def attention(
         extent: global [B, Hq, S, T]; may be empty where ``starts`` is None.
 
     Returns:
-        out [B, Hq, S, Dv] in q's dtype, contiguous, and lse [B, Hq, S], the natural logarithm of the sum of exp of the
-        masked scores, float32 (float64 for float64); lse is not differentiable.
+        out [B, Hq, S, Dv] in q's dtype, in memory as `by_tokens`, and lse [B, Hq, S], the natural logarithm of the sum
+        of exp of the masked scores, float32 (float64 for float64); lse is not differentiable.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together.
@@ -87,7 +99,7 @@ def attention(
     c = Call(q, k, v, key_mask, bias, seed, starts, scale, causal, window, spread, softcap, dropout, stream, extent)
     check(c)
     out, lse = FORWARD[backend(c)](c)
-    return out.contiguous(), lse.contiguous()
+    return by_tokens(out), lse.contiguous()
 
 
 @attention.register_fake
@@ -95,7 +107,7 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
     c = Call(*args)
     check(c)
     rows = c.q.shape[:3]
-    return c.q.new_empty((*rows, c.v.shape[3])), c.q.new_empty(rows, dtype=accumulate_dtype(c.q.dtype))
+    return _empty_by_tokens(c.q, (*rows, c.v.shape[3])), c.q.new_empty(rows, dtype=accumulate_dtype(c.q.dtype))
 
 
 @torch.library.custom_op("autopar::attention_backward", mutates_args=(), schema=_BACKWARD_SCHEMA)
@@ -119,15 +131,16 @@ def attention_backward(
     stream: int,
     extent: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Contiguous gradients (dq, dk, dv) of ``attention``, by its arguments, its results and grad_out [B, Hq, S, Dv]."""
+    """Gradients (dq, dk, dv) of ``attention``, in memory as `by_tokens`, by its arguments, its results and grad_out
+    [B, Hq, S, Dv]."""
     c = Call(q, k, v, key_mask, bias, seed, starts, scale, causal, window, spread, softcap, dropout, stream, extent)
     dq, dk, dv = BACKWARD[backend(c)](c, grad_out, out, lse)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    return by_tokens(dq), by_tokens(dk), by_tokens(dv)
 
 
 @attention_backward.register_fake
 def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return _empty_by_tokens(q, q.shape), _empty_by_tokens(k, k.shape), _empty_by_tokens(v, v.shape)
 
 
 @torch.library.custom_op("autopar::attention_bias_backward", mutates_args=(), schema=_BIAS_BACKWARD_SCHEMA)
@@ -147,15 +160,15 @@ def attention_bias_backward(
     An operator of its own, since no kernel has that gradient: it costs a matrix of S x T scores a head.
     """
     gradients = math_backward_with_bias(Call(q, k, v, key_mask, bias, *rest), grad_out, out, lse)
-    dq, dk, dv, dbias = (x.contiguous() for x in gradients)
-    return dq, dk, dv, dbias
+    dq, dk, dv, dbias = gradients
+    return by_tokens(dq), by_tokens(dk), by_tokens(dv), dbias.contiguous()
 
 
 @attention_bias_backward.register_fake
 def _(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, bias: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), bias.new_empty(bias.shape)
+    return (*(_empty_by_tokens(x, x.shape) for x in (q, k, v)), bias.new_empty(bias.shape))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -188,7 +201,7 @@ for _device, _dispatch_key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA"))
     _library.impl("attention", functools.partial(_autocast, _device), _dispatch_key)
 
 
-def _products(q: Sequence[int], k: Sequence[int], with_q: int, with_v: int, value_dim: int) -> int:
+def products(q: Sequence[int], k: Sequence[int], with_q: int, with_v: int, value_dim: int) -> int:
     """FLOPs of ``with_q`` products over the head dim and ``with_v`` over v's, each 2 * B * Hq * S * T * dim."""
     batch, heads, queries, head_dim = q
     return 2 * batch * heads * queries * k[2] * (with_q * head_dim + with_v * value_dim)
@@ -197,7 +210,7 @@ def _products(q: Sequence[int], k: Sequence[int], with_q: int, with_v: int, valu
 @register_flop_formula(torch.ops.autopar.attention)
 def _attention_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
     """q k^T and weights v; the causal half is counted, as torch.utils.flop_counter does for its own attention."""
-    return _products(q, k, 1, 1, v[3])
+    return products(q, k, 1, 1, v[3])
 
 
 @register_flop_formula([torch.ops.autopar.attention_backward, torch.ops.autopar.attention_bias_backward])
@@ -205,4 +218,4 @@ def _attention_backward_flops(
     _grad: Sequence[int], q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any
 ) -> int:
     """Recomputed q k^T, dq and dk over the head dim; dv and the weights' gradient over v's: 2.5 times the forward."""
-    return _products(q, k, 3, 2, v[3])
+    return products(q, k, 3, 2, v[3])

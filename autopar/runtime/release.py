@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from autopar._compat import BoxedCodeGen, below_autograd
+from autopar.passes.lower import lower
 from autopar.passes.segments import segmented
 from autopar.runtime.compiled import Segment
 from autopar.sharding.buckets import is_overwritten
@@ -28,9 +29,13 @@ _boxed: weakref.WeakKeyDictionary[fx.GraphModule, Callable[[list[Any]], Any]] = 
 
 def run_and_release(module: fx.GraphModule, inputs: list[Any]) -> Any:
     """``module(*inputs)``, without autograd; ``inputs`` is empty afterwards. ``module`` must not change after its first
-    run."""
+    run, and shapes and dtypes of the inputs neither."""
     if module not in _boxed:
-        graph = segmented(module.graph, Segment) if module.meta.get(COMPILE) else copy.deepcopy(module.graph)
+        if module.meta.get(COMPILE):
+            graph = segmented(module.graph, Segment)
+        else:
+            graph = copy.deepcopy(module.graph)
+            lower(graph, inputs)
         for node in graph.nodes:
             if is_overwritten(node):
                 node.target = torch.ops._c10d_functional.all_reduce_.default
