@@ -4,7 +4,8 @@ Functional collectives run on their own until their ``wait_tensor``, so where a 
 for is only a matter of order. A gather starts when the one before it has arrived: beside the computation with those
 parameters, one block ahead. A reduction starts as soon as what it reduces is there. A reduce-scatter is waited for when
 the next one starts, because its operand, the whole gradients of a block, is held until then; an all-reduce, which needs
-no more memory than the gradients themselves, at the end.
+no more memory than the gradients themselves, at the end. What goes round a ring starts as soon as it is there, beside
+the computation with it.
 
 Invariant: the graph computes the same values, and at any time the parameters of at most two buckets are there gathered
 and the operand of at most one reduce-scatter of gradients is in flight.
@@ -18,7 +19,7 @@ import math
 from torch import fx
 
 from autopar.passes.bucket import piece_of
-from autopar.passes.collectives import REDUCE_SCATTER, WAIT
+from autopar.passes.collectives import PERMUTE, REDUCE_SCATTER, WAIT
 from autopar.passes.order import reorder
 
 Places = dict[fx.Node, tuple[float, ...]]
@@ -29,7 +30,8 @@ def overlap(graph: fx.Graph) -> None:
     found = [(node, piece) for node in graph.nodes if (piece := piece_of(node)) is not None]
     gathers = [node for node, piece in found if piece.purpose == "parameters"]
     reductions = [node for node, piece in found if piece.purpose == "gradients"]
-    if not found:
+    hops = graph.find_nodes(op="call_function", target=PERMUTE)
+    if not found and not hops:
         return
     places = _places(graph)
     for reduction in reductions:
@@ -38,6 +40,8 @@ def overlap(graph: fx.Graph) -> None:
     reorder(graph, places)
     places = _places(graph)
     _start_ahead(gathers, places)
+    for hop in hops:
+        places[hop] = (places[hop.all_input_nodes[0]][0] + 0.25,)
     scatters = [node for node in graph.nodes if node in set(reductions) and node.target is REDUCE_SCATTER]
     for scatter, following in itertools.pairwise(scatters):
         places[_wait(scatter)] = (places[following][0] - 0.5,)

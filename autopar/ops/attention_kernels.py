@@ -109,6 +109,8 @@ def _allowed(c: Call, causal: bool) -> Tensor | None:
         if c.starts is not None:
             i = i + c.starts[2].to(i.device)
         j = torch.arange(keys, device=c.q.device)
+        if c.starts is not None:
+            j = j + c.starts[3].to(j.device)
         if causal:
             masks.append((j <= i)[None, None])
         if c.windowed:

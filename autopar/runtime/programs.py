@@ -121,7 +121,8 @@ class Programs:
 
     def bind(self, graph: fx.GraphModule) -> None:
         """Bind a graph to this process."""
-        bind(graph, self.groups, torch.device(self.device_mesh.device_type))
+        places = {axis: self.device_mesh.get_local_rank(axis) for axis in self.plan.mesh.names}
+        bind(graph, self.groups, places, torch.device(self.device_mesh.device_type))
         graph.meta[COMPILE] = self.compiles
 
     def _compare(self, program_hash: str) -> None:

@@ -20,6 +20,7 @@ from autopar.passes.collectives import (
     ALL_REDUCE,
     ALL_TO_ALL,
     KINDS,
+    PERMUTE,
     REDUCE_SCATTER,
     WAIT,
     axis_of,
@@ -74,6 +75,9 @@ def _exchange(target: Any, args: Sequence[tuple[Any, ...]], pieces: list[Tensor]
         return [whole.clone() for _ in pieces]
     if target is REDUCE_SCATTER:
         return list(_REDUCTIONS[op](torch.stack(pieces)).chunk(n))
+    if target is PERMUTE:
+        to = list(args[0][1])
+        return [pieces[to.index(rank)].clone() for rank in range(n)]
     if target is ALL_TO_ALL:
         parts = [piece.split(sent) for piece, (_, sent, *_) in zip(pieces, args, strict=True)]
         arrived = [[parts[source][rank] for source in range(n)] for rank in range(n)]

@@ -22,8 +22,8 @@ from autopar.sharding.zero import Keeping
 from autopar.solver.costs import Prices
 from autopar.solver.space import output_values
 
-#: The stage that issues a redistribution, by the operator that reads it (None: an output of the graph).
-StageOf = Callable[[Operator | None, Transfer], int]
+#: The stage of a node: of an operator, of a parameter.
+StageOf = Callable[[fx.Node], int]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Issue:
     ``phase`` is the graph that issues it: ``once`` at the step's start, ``forward`` or ``backward`` every micro-batch,
     ``finish`` at the step's end. It is needed by the operator ``reader`` (the first of a bucket's; None: by none),
     which with ``again`` the backward runs again; or it is a reduction that starts when the operator ``ready`` is done.
-    ``depth`` counts the collectives of the same tensors before it.
+    ``depth`` counts the collectives of the same tensors before it. ``part`` says of what its ``reader`` sends while it
+    computes (`Passing`) which of its parts is beside it, and of how many.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class Issue:
     again: bool = False
     ready: fx.Node | None = None
     depth: int = 0
+    part: tuple[int, int] | None = None
 
 
 def totals(issues: Iterable[Issue], prices: Prices) -> tuple[Collective, ...]:
@@ -71,7 +73,7 @@ def issued(
     held: Kept,
     keep: Mapping[str, Keeping],
     micro_batches: int = 1,
-    stage: StageOf = lambda op, transfer: 0,
+    stage: StageOf = lambda node: 0,
 ) -> list[Issue]:
     """Every collective of a step, those of a bucket as one. What the backward issues itself it does not make again, nor
     what is kept from the forward; collectives of parameters and gradients are issued every micro-batch or once, as
@@ -93,7 +95,7 @@ class _Reader:
         stage: StageOf,
     ) -> None:
         self.operators, self.mesh, self.keep, self.held = operators, assignment.mesh, keep, held
-        self.micro_batches, self.stage = micro_batches, stage
+        self.strategies, self.micro_batches, self.stage = assignment.strategies, micro_batches, stage
         named = [(p.name, p.placeholder, p.gradient) for p in captured.parameters]
         self.pieces = Pieces(operators, assignment.mesh, named)
         self.nodes = list(operators.by_node)
@@ -115,6 +117,10 @@ class _Reader:
             self._transfer(op, transfer, again=False)
         for transfer, op in self._made_again():
             self._transfer(op, transfer, again=True)
+        for op in self.operators:
+            self._pass(op, again=False)
+        for node in self.held.operators:
+            self._pass(self.operators.by_node[node], again=True)
         for (stage, phase, times), members in self.waiting.items():
             for places in buckets([piece for piece, _, _ in members]):
                 self._bucket([members[i] for i in places], stage, phase, times)
@@ -126,8 +132,31 @@ class _Reader:
             users = (node for node, _ in self.operators.consumers.get(value, ()) if node in self.held.operators)
             yield transfer, next((self.operators.by_node[node] for node in users), None)
 
+    def _pass(self, op: Operator, again: bool) -> None:
+        """What ranks send each other while they compute an operator."""
+        passing = op.rule.passing(self.strategies[op.node], self.mesh)
+        if passing is None:
+            return
+        times = self.micro_batches if self.operators.batch_factors[op.node] else 1
+        phase, stage = "backward" if again or op.backward else "forward", self.stage(op.node)
+        for hop in passing.hops:
+            if hop.result is not None and not again and not self._is_read(Value(op.node, hop.result)):
+                continue
+            part = None if hop.beside is None else (hop.beside, passing.parts)
+            nbytes = hop.nbytes // times
+            self.found.append(
+                Issue("p2p", hop.axis, "activations", nbytes, times, stage, phase, op.node, again, part=part)
+            )
+
+    def _is_read(self, value: Value) -> bool:
+        """Whether what the graph makes that makes a value first is read there, or kept for the backward: if the backward
+        makes it again, nobody may need it before."""
+        made_again = value.node in self.held.operators
+        readers = [self.operators.by_node[node] for node, _ in self.operators.consumers.get(value, ())]
+        return any(not made_again or r.backward == self.operators.by_node[value.node].backward for r in readers)
+
     def _transfer(self, op: Operator | None, transfer: Transfer, again: bool) -> None:
-        stage = self.stage(op, transfer)
+        stage = self.stage(op.node if op is not None else transfer.value.node)
         for step, piece in zip(transfer.steps, self.pieces.of(transfer), strict=True):
             if step.kind in LOCAL or (again and (transfer.value, step) in self.own):
                 continue

@@ -25,7 +25,7 @@ from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value
 from autopar.sharding.recompute import made_again, needed
 from autopar.sharding.redistribute import LOCAL, Step, redistribution, whole_elements
-from autopar.sharding.rule import layouts
+from autopar.sharding.rule import Passing, layouts
 from autopar.solver.fusion import Fusion, fusion_of
 from autopar.solver.program import Edge, Floats, Program
 from autopar.solver.space import Flow, Space
@@ -153,6 +153,19 @@ class Prices:
             cost,
         )
 
+    def passing_seconds(self, passing: Passing, seconds: float, parts: int) -> float:
+        """What sending adds to the ``seconds`` of an operator, of one of so many ``parts`` of the batch. What travels
+        beside compute slows that down as long as it takes, as `cost_model.simulate` has it."""
+        alone, beside = 0.0, [0.0] * passing.parts
+        for hop in passing.hops:
+            took = self.collective_seconds("p2p", hop.axis, hop.nbytes // parts)
+            if hop.beside is None:
+                alone += took
+            else:
+                beside[hop.beside] += took
+        own, rate = seconds / passing.parts, self.cluster.device.overlap_rate
+        return alone + sum(max(took * (1.0 - rate), took - own) for took in beside if took)
+
     def work_seconds(self, work: Sequence[Work]) -> Floats:
         """Seconds of local operators."""
         return work_seconds(work, self.cluster.device)
@@ -171,17 +184,18 @@ def _operator_seconds(
     counts: dict[fx.Node, int] = defaultdict(int)
     for node in (*operators.by_node, *again):
         counts[space.canon.get(node, node)] += 1
-    where: list[tuple[int, int, int]] = []
+    where: list[tuple[int, int, int, Passing | None]] = []
     work = []
     for node, count in counts.items():
         op = operators.by_node[node]
         d, chosen = space.of_node[node]
         for k, strategy in enumerate(chosen):
-            where.append((d, k, count))
+            where.append((d, k, count, op.rule.passing(strategy, space.mesh)))
             work.append(local_work(op, operators, space.mesh, strategy, micro_batches, fusion))
     seconds = [np.zeros(decision.size) for decision in space.decisions]
-    for (d, k, count), t in zip(where, prices.work_seconds(work), strict=True):
-        seconds[d][k] += count * t
+    for (d, k, count, passing), w, t in zip(where, work, prices.work_seconds(work), strict=True):
+        sent = 0.0 if passing is None else w.times * prices.passing_seconds(passing, t / w.times, w.times)
+        seconds[d][k] += count * (t + sent)
     return seconds
 
 

@@ -270,7 +270,8 @@ def _overlap(program: Program) -> None:
     found = [i for i in program.order if entries[i].move and entries[i].piece is not None]
     gathers = [i for i in found if entries[i].piece.purpose == "parameters"]  # type: ignore[union-attr]
     reductions = [i for i in found if entries[i].piece.purpose == "gradients"]  # type: ignore[union-attr]
-    if not found:
+    hops = [i for i in program.order if entries[i].move == "p2p"]
+    if not found and not hops:
         return
     wait = {i: users[i][0] for i in found}
     places: Places = {i: (float(at),) for at, i in enumerate(program.order)}
@@ -283,6 +284,8 @@ def _overlap(program: Program) -> None:
     for i in sorted(gathers, key=lambda i: places[wait[i]]):
         _want(program, places, i, (begin,))
         begin = places[wait[i]][0] + 0.5
+    for i in hops:
+        places[i] = (places[program.args[i][0]][0] + 0.25,)
     reduced = set(reductions)
     scatters = [i for i in program.order if i in reduced and entries[i].move == "reduce_scatter"]
     for i, following in itertools.pairwise(scatters):

@@ -144,8 +144,8 @@ class Templates:
 
                 return run_local(op.rule, Local(op.call, mesh, tuple(given), ins, outs, record.emit, starts))
 
-            apart = not isinstance(op.node.meta["val"], Tensor)
-            self._known[key] = self._written(operands, write, apart)
+            several = not isinstance(op.node.meta["val"], Tensor)
+            self._known[key] = self._written(operands, write, several)
         return self._known[key]
 
     def step(self, step: Step, mesh: Mesh, shape: tuple[int, ...], operand: Tensor) -> Template:
@@ -176,6 +176,7 @@ class Templates:
         own = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in operands]
         record = _Recorder(own)
         result = write(record, own)
+        apart = apart and not isinstance(result, list)
         found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         template = record.template(found, apart)
         return Template(

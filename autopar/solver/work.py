@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from autopar.cost_model.compute import ALIGNMENT, Work
-from autopar.sharding.layout import Layout, Mesh
+from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value
-from autopar.sharding.rule import Dims, Strategy, layouts, work_share
+from autopar.sharding.rule import Dims, Passing, Strategy, layouts, work_share
 from autopar.sharding.rules.attention import ATTENTION
 from autopar.solver.fusion import Fusion
 
@@ -175,7 +175,21 @@ def _attention(op: Operator, mesh: Mesh, strategy: Strategy, flops: float, moved
         share = min(share, given["window"] / max(keys, 1))
     heads = q.shape[0] * q.shape[1] / math.prod(pieces.get(f, 1) for f in ("b", "g", "r")) / times
     backward = "grad_out" in given
+    if (passing := op.rule.passing(strategy, mesh)) is not None:
+        return _ring(passing, q, heads, flops, moved, backward, times)
     return Work(
         flops * share, moved, q.dtype, "attention", heads, q.shape[2] / cut, keys, q.shape[3],
         causal=bool(given["causal"]), backward=backward, kernels=2 if backward else 1, times=times,
+    )  # fmt: skip
+
+
+def _ring(
+    passing: Passing, q: TensorSpec, heads: float, flops: float, moved: float, backward: bool, times: int
+) -> Work:
+    """All steps of a ring on one rank. In every one the operands are read again, and the sums in fp32 read and
+    written."""
+    sums = 2 * heads * passing.queries * q.shape[3] * torch.float32.itemsize
+    return Work(
+        flops * passing.share, passing.parts * (moved + sums), q.dtype, "attention", heads, passing.keys, passing.keys,
+        q.shape[3], backward=backward, kernels=passing.parts * passing.kernels, times=times,
     )  # fmt: skip
