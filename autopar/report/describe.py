@@ -25,6 +25,7 @@ from autopar.sharding.axes import SPREAD_AXES
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operator, Operators, Value, own_factors
 from autopar.sharding.rule import Choice, Strategy, choices, is_valid
+from autopar.sharding.rules.attention import RING
 
 aten = torch.ops.aten
 
@@ -36,6 +37,9 @@ BYTES_WORTH_NAMING = 0.01
 
 # Of two meanings that meet in one class the earlier is kept: a residual stream cut into heads is split by heads.
 _PRECEDENCE = ("sequence", "heads", "head features", "vocabulary", "hidden", "experts")
+
+#: The word for `RING`, of which no dim knows.
+_AS_A_RING = "sequence as a ring"
 
 _Member = tuple[object, int | str]  # (Value, dim) or (node, factor)
 
@@ -52,9 +56,9 @@ def describe_layers(captured: Captured, operators: Operators, assignment: Assign
     """What the forward matrix products, attentions and token embeddings of each kind of layer split.
 
     A layer is a child of a block ("model.layers.*.mlp", all blocks together), or a module outside of the blocks. Its
-    splits are ordered by the mesh; axes of degree 1 split nothing. The words are batch, sequence, heads, head features,
-    ffn, hidden, vocabulary and experts; else output features and input features of a parameter, inner dim of a product
-    without one, and rows. Layers are in the order of the graph.
+    splits are ordered by the mesh; axes of degree 1 split nothing. The words are batch, sequence (as a ring), heads,
+    head features, ffn, hidden, vocabulary and experts; else output features and input features of a parameter, inner
+    dim of a product without one, and rows. Layers are in the order of the graph.
     """
     words = _words(captured, operators)
     modules: dict[str, dict[str, None]] = {}
@@ -142,7 +146,7 @@ def factor_words(captured: Captured, operators: Operators) -> dict[tuple[fx.Node
         batch = operators.batch_factors[op.node]
         for factor, size in op.rule.sizes.items():
             meaning = "batch" if factor in batch else known.get(classes[op.node, factor])
-            words[op.node, factor] = meaning or f"dim of {size}"
+            words[op.node, factor] = _AS_A_RING if factor == RING else meaning or f"dim of {size}"
     return words
 
 
@@ -156,7 +160,7 @@ def _words(captured: Captured, operators: Operators) -> dict[tuple[fx.Node, str]
         for factor in op.rule.sizes:
             batch = factor in operators.batch_factors[op.node]
             meaning = "batch" if batch else known.get(classes[op.node, factor])
-            words[op.node, factor] = meaning or _plain(op, factor, features[op.node])
+            words[op.node, factor] = _AS_A_RING if factor == RING else meaning or _plain(op, factor, features[op.node])
     return words
 
 

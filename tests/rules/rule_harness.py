@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from autopar.runtime import simulate
 from autopar.sharding import rule as rules
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.rules import rule_for
@@ -79,6 +80,10 @@ def run_ranks(rule: rules.Rule, call: rules.OpCall, operands: Sequence[Tensor], 
     for layout, spec in itertools.chain(zip(ins, call.operands, strict=True), zip(outs, call.results, strict=True)):
         assert layout.divides(mesh, spec.shape), f"{layout} cuts {spec.shape} into unequal pieces"
     by_operand = [scatter(t, layout, mesh) for t, layout in zip(operands, ins, strict=True)]
+    if rule.passing(strategy, mesh) is not None:
+        found = emitted(rule, call, strategy, mesh, by_operand)
+        return [gather([values[i] for values in found], outs[i], mesh, spec.shape)
+                for i, spec in enumerate(call.results)]
     by_rank = []
     for rank in range(mesh.size):
         local = rules.Local(
@@ -90,6 +95,40 @@ def run_ranks(rule: rules.Rule, call: rules.OpCall, operands: Sequence[Tensor], 
         assert [tuple(t.shape) for t in by_rank[-1]] == [
             o.local_shape(mesh, s.shape) for o, s in zip(outs, call.results, strict=True)], "local shapes"
     return [gather([found[i] for found in by_rank], outs[i], mesh, spec.shape) for i, spec in enumerate(call.results)]
+
+
+def emitted(rule: rules.Rule, call: rules.OpCall, strategy: rules.Strategy, mesh: Mesh,
+            by_operand: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """What every rank has of the results where ranks send each other something: as a graph, in lockstep. It sends the
+    messages that the rule says, in that order but for when they start and end."""
+    ins, outs = rules.layouts(rule, strategy, mesh)
+    graph, begins = fx.Graph(), list[tuple[Layout, tuple[int, ...]]]()
+
+    def starts(layout: Layout, shape: Sequence[int]) -> fx.Node:
+        begins.append((layout, tuple(shape)))
+        return graph.placeholder(f"starts_{len(begins)}")
+
+    inputs = [graph.placeholder(f"operand_{i}") for i in range(len(ins))]
+
+    def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return graph.call_function(target, args, kwargs)
+
+    result = rules.run_local(rule, rules.Local(call, mesh, tuple(inputs), ins, outs, emit, starts))
+    assert isinstance(result, list)
+    graph.output(tuple(result))
+    for node in reversed(graph.find_nodes(op="placeholder")):  # in front, as they are asked for on the way
+        next(iter(graph.nodes)).prepend(node)
+    traffic = simulate.Traffic()
+    given = [[*(pieces[rank] for pieces in by_operand),
+              *(torch.tensor(layout.starts(mesh, shape, rank)) for layout, shape in begins)]
+             for rank in range(mesh.size)]
+    found = simulate.run_ranks(fx.GraphModule(torch.nn.Module(), graph), given, mesh, traffic)
+    passing = rule.passing(strategy, mesh)
+    assert passing is not None
+    for axis in mesh.names:
+        told = [hop.nbytes for hop in passing.hops if hop.axis == axis]
+        assert (traffic.count["p2p", axis], traffic.bytes["p2p", axis]) == (len(told), sum(told)), (axis, told)
+    return found
 
 
 def check(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, values: bool = True,

@@ -739,7 +739,7 @@ def uniform(d: Draw, target: Any) -> Call:
 
 def _attention(d: Draw) -> tuple[Any, ...]:
     batch, kv_heads, group = d.size(), d.pick([2, 1, 4, 3]), d.pick([1, 2, 4, 3])
-    queries = d.pick([4, 2, 3, 1])
+    queries = d.pick([4, 8, 2, 3, 1])
     causal, window = d.flag(), d.pick([0, 0, 2])
     keys = queries if causal or window else d.pick([4, 3])
     heads, size = kv_heads * group, 2

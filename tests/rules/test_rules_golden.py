@@ -115,6 +115,7 @@ def test_attention_splits_batch_and_heads() -> None:
         "b": "[0:a] [0:a] [0:a] -> [0:a] [0:a]",
         "g": "[1:a] [1:a] [1:a] -> [1:a] [1:a]",
         "positions": "[2:a] [] [] -> [2:a] [2:a]",
+        "ring": "[2:a] [2:a] [2:a] -> [2:a] [2:a]",
     }
 
 
@@ -127,6 +128,30 @@ def test_attention_splits_the_group_of_a_single_key_head() -> None:
 
 def test_attention_splits_queries_that_know_no_position() -> None:
     assert written(own.attention.default, *_attention(4, 2, causal=False))["s"] == "[2:a] [] [] -> [2:a] [2:a]"
+
+
+def test_attention_splits_queries_and_keys_together() -> None:
+    """On one axis, beside which no other splits either; the gradients of keys are whole then. Of a learned bias nobody
+    has the gradient."""
+    args = _attention(4, 2, causal=True)
+    backward = written(own.attention_backward.default, args[0], *args[:5], *attention(*args), *args[5:])
+    assert backward["ring"] == "[2:a] [2:a] [2:a] [2:a] [2:a] [2:a] -> [2:a] [2:a] [2:a]"
+    assert backward["positions"].endswith("-> [2:a] [partial(sum):a] [partial(sum):a]")
+    both = written(own.attention.default, *args, mesh=Mesh((("a", 2), ("b", 2))))
+    assert {name for name in both if "ring" in name} == {
+        f"{a},{b}" for a, b in [("ring", x) for x in ("-", "b", "g")] + [(x, "ring") for x in ("-", "b", "g")]}
+    bias = (args[0], *args[:4], floats(1, 4, 4, 4), *attention(*args), *args[5:])
+    assert "ring" not in written(own.attention_bias_backward.default, *bias)
+
+
+def test_queries_without_keys_do_not_go_round() -> None:
+    """Where they are to attend all keys equally, no rank knows of its own that there is none."""
+    q, k, v, _, *rest = _attention(4, 2, causal=True)
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    assert "ring" in written(own.attention.default, q, k, v, mask, *rest)
+    rest[6] = True  # spread
+    assert "ring" not in written(own.attention.default, q, k, v, mask, *rest)
+    assert "ring" in written(own.attention.default, q, k, v, None, *rest)
 
 
 def test_adding_a_number_is_not_linear() -> None:
