@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
@@ -40,6 +41,9 @@ class Workload:
     their gradients and the optimizer's state rest in the model's own; ``reduce_dtype`` that in which gradients are
     added up over micro-batches and ranks, float32 with a ``param_dtype``. With neither everything stays in the model's
     own dtype. float16 wants a ``torch.amp.GradScaler``.
+
+    ``expert_imbalance`` says how many tokens the busiest rank has for its experts, of a mixture whose experts are
+    spread over ranks, over those that it would have if all experts were asked alike: time and memory are planned so.
     Raises WorkloadError for a value out of range."""
 
     global_batch: int | None = None
@@ -48,6 +52,7 @@ class Workload:
     pad_to: Sequence[int] | None = None
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    expert_imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         self._check_buckets()
@@ -68,6 +73,15 @@ class Workload:
                     expected="a whole number from 1, or None",
                     change=f"give {name} as a positive int, or leave it out",
                 )
+        imbalance = self.expert_imbalance
+        number = isinstance(imbalance, int | float) and not isinstance(imbalance, bool)
+        if not number or not 1.0 <= imbalance < math.inf:
+            raise WorkloadError(
+                f"A workload cannot have expert_imbalance={imbalance!r}.",
+                found=repr(imbalance),
+                expected="a number from 1: the tokens of the busiest rank over the mean",
+                change="give for instance expert_imbalance=1.3, or leave it out",
+            )
         check_optimizer(self.optimizer)
 
     def _check_buckets(self) -> None:
@@ -96,6 +110,8 @@ class Workload:
     def to_dict(self) -> dict[str, Any]:
         """A table of plain values that `from_dict` turns into an equal workload."""
         table = asdict(self)
+        if self.expert_imbalance == 1.0:
+            del table["expert_imbalance"]
         return table if self.pad_to is None else {**table, "pad_to": list(self.pad_to)}
 
     @classmethod

@@ -249,6 +249,22 @@ def test_experts_that_cannot_be_spread_so(ranks: int, hints: autopar.Hints, foun
     assert found in str(caught.value)
 
 
+@pytest.mark.parametrize(("spread", "factor"), [(4, 1.5), (1, 1.0)])
+def test_the_busiest_rank_is_priced(spread: int, factor: float) -> None:
+    """Of experts over four ranks the busiest has half as many rows again as the mean: it multiplies and exchanges as
+    many more. Where every rank has all experts, each has the rows of its own tokens."""
+    model, batch = MIXTURES[2].make()
+    even, uneven = (
+        autopar.plan(model, "h100-sxm:1x4", hints=autopar.Hints(dp=4, ep=spread, pp=1, zero=0), example_inputs=batch,
+                     workload=autopar.Workload(expert_imbalance=imbalance))
+        for imbalance in (1.0, 1.5)
+    )  # fmt: skip
+    moved = [sum(c.bytes for c in plan.collectives if c.kind == "all_to_all") for plan in (even, uneven)]
+    assert (moved[0] > 0) == (spread > 1) and moved[1] == factor * moved[0]
+    assert (uneven.memory["activations"] > even.memory["activations"]) == (spread > 1)
+    assert (uneven.breakdown["compute"] > even.breakdown["compute"]) == (spread > 1)
+
+
 def test_a_model_without_experts_spreads_none() -> None:
     with pytest.raises(HintError, match="no experts that can be spread"):
         autopar.plan(nn.Linear(8, 8), "cpu:2", hints=autopar.Hints(ep=2), example_inputs=(torch.zeros(4, 8),))

@@ -23,6 +23,8 @@ def test_a_workload_comes_back_equal_from_its_table() -> None:
     assert workload.to_dict() == {**table, "param_dtype": None, "reduce_dtype": None}
     assert Workload.from_dict(workload.to_dict()) == workload
     assert Workload.from_dict({}) == Workload()
+    uneven = Workload(expert_imbalance=1.3)
+    assert uneven.to_dict()["expert_imbalance"] == 1.3 and Workload.from_dict(uneven.to_dict()) == uneven
     padded = Workload(pad_to=[256, 128, 256])
     assert padded.pad_to == (128, 256) and padded.to_dict()["pad_to"] == [128, 256]
     assert Workload.from_dict(padded.to_dict()) == padded
@@ -36,6 +38,13 @@ def test_a_size_that_is_no_positive_number(name: str, value: Any) -> None:
     assert error.value.expected == "a whole number from 1, or None"
     assert error.value.found == repr(value)
     assert name in error.value.change
+
+
+@pytest.mark.parametrize("value", [0.9, -1, float("inf"), float("nan"), "1.3", True, None])
+def test_an_imbalance_that_is_none(value: Any) -> None:
+    with pytest.raises(WorkloadError, match="expert_imbalance") as error:
+        Workload(expert_imbalance=value)
+    assert error.value.found == repr(value)
 
 
 @pytest.mark.parametrize("value", [[], [0], [128, -1], [1.5], [True], "128", 128])

@@ -82,13 +82,15 @@ class Mesh:
 @dataclass(frozen=True)
 class TensorSpec:
     """Global shape and dtype of a tensor. ``routed``: rows of experts (`autopar.ops.experts`), whose first two dims are
-    declared with their means, and of which each rank has as many as it happens to have. ``by_expert``: dim 0 are the
-    experts, of rows and of weights and their gradients alike."""
+    declared with their means, and of which each rank has as many as it happens to have: where ranks have different
+    experts the busiest has ``imbalance`` times the mean. ``by_expert``: dim 0 are the experts, of rows and of weights
+    and their gradients alike."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     routed: bool = False
     by_expert: bool = False
+    imbalance: float = 1.0
 
     @property
     def fixed(self) -> tuple[int, ...]:
@@ -161,8 +163,13 @@ class Layout:
         return math.prod(shape) // self.pieces(mesh)
 
     def local_bytes(self, mesh: Mesh, spec: TensorSpec) -> int:
-        """Bytes of one rank's piece."""
-        return spec.bytes // self.pieces(mesh)
+        """Bytes of one rank's piece, the largest."""
+        mean = spec.bytes // self.pieces(mesh)
+        return mean if spec.imbalance == 1.0 else int(mean * self.excess(spec))
+
+    def excess(self, spec: TensorSpec) -> float:
+        """The largest piece over the mean: more than 1 for rows of experts that ranks share out."""
+        return spec.imbalance if spec.routed and self.dims[0] else 1.0
 
     def start_weights(self, mesh: Mesh, shape: Sequence[int]) -> list[int]:
         """Row-major [axes x dims] integers w with start[d] = sum_a coordinate[a] * w[a][d]: the global index of the

@@ -170,12 +170,14 @@ def _tensor_index(val: Any, index: int) -> int:
     return sum(isinstance(v, torch.Tensor) for v in val[:index])
 
 
-def _spec(value: Any) -> TensorSpec | None:
+def _spec(value: Any, imbalance: float = 1.0) -> TensorSpec | None:
     routed = by_expert = False
     if isinstance(value, fx.Node):
         routed, by_expert = _kinds(value)
         value = value.meta.get("val")
-    return TensorSpec(tuple(value.shape), value.dtype, routed, by_expert) if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    return TensorSpec(tuple(value.shape), value.dtype, routed, by_expert, imbalance if routed else 1.0)
 
 
 def _kinds(node: fx.Node) -> tuple[bool, bool]:
@@ -210,15 +212,16 @@ def expert_factors(call: OpCall, rule: Rule) -> frozenset[str]:
     return frozenset(dims[0][0] for spec, dims in tensors if spec.by_expert and dims[0])
 
 
-def read_operator(node: fx.Node) -> Operator:
-    """One call node as an operator."""
+def read_operator(node: fx.Node, imbalance: float = 1.0) -> Operator:
+    """One call node as an operator; ``imbalance`` is that of rows of experts."""
     routed, by_expert = _kinds(node)
     results = [
-        replace(s, routed=routed, by_expert=by_expert)
+        replace(s, routed=routed, by_expert=by_expert, imbalance=imbalance if routed else 1.0)
         for v in pytree.tree_leaves(node.meta["val"])
         if (s := _spec(v)) is not None
     ]
-    call, leaves = op_call(node.target, node.args, node.kwargs, results, _spec)
+    spec_of = functools.partial(_spec, imbalance=imbalance)
+    call, leaves = op_call(node.target, node.args, node.kwargs, results, spec_of)
     found = rule_for(call)
     rule = found if found is not None else replicated_rule(call)
     if inward := expert_factors(call, rule):
@@ -242,13 +245,13 @@ def _read_copy(node: fx.Node, first: Operator) -> Operator:
     return Operator(node, first.call, first.rule, tuple(operands), first.has_rule, first.flops)
 
 
-def _read_all(graph: fx.Graph, first_of: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, Operator]:
+def _read_all(graph: fx.Graph, first_of: Mapping[fx.Node, fx.Node], imbalance: float) -> dict[fx.Node, Operator]:
     """All operators in order; rules are made once for all blocks of a class."""
     first: dict[fx.Node, Operator] = {}
 
     def read(node: fx.Node) -> Operator:
         if node not in first:
-            first[node] = read_operator(node)
+            first[node] = read_operator(node, imbalance)
         return first[node]
 
     return {
@@ -308,11 +311,13 @@ def read_operators(
     batch_inputs: Mapping[fx.Node, int],
     tangents: Mapping[fx.Node, fx.Node],
     first_of: Mapping[fx.Node, fx.Node] | None = None,
+    imbalance: float = 1.0,
 ) -> Operators:
     """Read a labelled graph. ``batch_inputs`` gives the batch dim of the placeholders that have one, ``tangents`` the
     output that each tangent placeholder belongs to (whose batch it shares), ``first_of`` the counterpart of a node in
-    the first block of its class, where that is the same call of the same operator."""
-    by_node = _read_all(graph, first_of or {})
+    the first block of its class, where that is the same call of the same operator, and ``imbalance`` is that of rows of
+    experts (`TensorSpec`)."""
+    by_node = _read_all(graph, first_of or {}, imbalance)
     placeholders = {node: spec for node in graph.find_nodes(op="placeholder") if (spec := _spec(node)) is not None}
     specs = {Value(node): spec for node, spec in placeholders.items()}
     consumers: dict[Value, list[tuple[fx.Node, int]]] = {}

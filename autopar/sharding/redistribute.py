@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autopar.sharding.axes import joint_axes
-from autopar.sharding.layout import JOINT, MICRO_BATCH, Layout, Mesh
+from autopar.sharding.layout import JOINT, MICRO_BATCH, Layout, Mesh, TensorSpec
 
 #: Charge for starting one collective, in bytes on the wire: what a 10 us start costs on a 25 GB/s link. It only decides
 #: between paths of nearly equal volume (fewer collectives win); seconds come from the cost model.
@@ -123,6 +123,12 @@ def whole_elements(step: Step, mesh: Mesh, shape: tuple[int, ...]) -> int:
     after a gather or before a reduction; for an all-to-all the elements of all ranks of the group together."""
     before, after = step.before.local_numel(mesh, shape), step.after.local_numel(mesh, shape)
     return before * mesh.degree(step.axis) if step.kind == "all_to_all" else max(before, after)
+
+
+def whole_bytes(step: Step, mesh: Mesh, spec: TensorSpec) -> int:
+    """`whole_elements` in bytes, as the rank with most of them has it."""
+    nbytes = whole_elements(step, mesh, spec.shape) * spec.dtype.itemsize
+    return int(nbytes * max(step.before.excess(spec), step.after.excess(spec)))
 
 
 def _charge(step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int) -> float:

@@ -17,7 +17,7 @@ from autopar.sharding.axes import BATCH_AXES, REPLICATE_AXIS
 from autopar.sharding.buckets import Piece, Pieces, buckets, is_known_early, merged
 from autopar.sharding.operators import Operator, Operators, Value
 from autopar.sharding.recompute import Kept
-from autopar.sharding.redistribute import LOCAL, Step, whole_elements
+from autopar.sharding.redistribute import LOCAL, Step, whole_bytes
 from autopar.sharding.zero import Keeping
 from autopar.solver.costs import Prices
 from autopar.solver.space import output_values
@@ -161,7 +161,7 @@ class _Reader:
             if step.kind in LOCAL or (again and (transfer.value, step) in self.own):
                 continue
             if piece is None:
-                nbytes = whole_elements(step, self.mesh, transfer.spec.shape) * transfer.spec.dtype.itemsize
+                nbytes = whole_bytes(step, self.mesh, transfer.spec)
                 self._alone(op, transfer, step.kind, step.axis, nbytes, stage, again)
                 continue
             kept = None if piece.purpose == "activations" else self.keep[piece.name]

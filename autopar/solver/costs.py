@@ -24,7 +24,7 @@ from autopar.sharding.buckets import BUCKET_BYTES, block_of, goes_by_block
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value
 from autopar.sharding.recompute import made_again, needed
-from autopar.sharding.redistribute import LOCAL, Step, redistribution, whole_elements
+from autopar.sharding.redistribute import LOCAL, Step, redistribution, whole_bytes
 from autopar.sharding.rule import Passing, layouts
 from autopar.solver.fusion import Fusion, fusion_of
 from autopar.solver.program import Edge, Floats, Program
@@ -116,7 +116,7 @@ class Prices:
         seconds of a bucket."""
         if step.kind in LOCAL:
             return 0.0
-        nbytes = whole_elements(step, self.mesh, spec.shape) * spec.dtype.itemsize
+        nbytes = whole_bytes(step, self.mesh, spec)
         times = share.times(step.kind, step.axis) if share is not None else 1.0
         return self.collective_seconds(step.kind, step.axis, nbytes * times) / times
 

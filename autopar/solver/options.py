@@ -48,11 +48,11 @@ def decisions(plan: Plan, captured: Captured, compiled: bool = False) -> tuple[D
 
     The space is that of the search, with nothing closed; what hints leave open is marked.
     """
-    operators = read(captured)
+    workload, cluster = Workload.from_dict(plan.workload), Cluster.from_dict(plan.cluster)
+    operators = read(captured, imbalance=workload.expert_imbalance)
     carried, hinted = plan_pins(captured, operators, plan), hint_pins(captured, Hints.from_dict(plan.hints))
     dims = {**hinted.zero_dims, **carried.zero_dims}
     free = Pins(zero_dims=dims, micro_batches=plan.num_micro_batches)
-    workload, cluster = Workload.from_dict(plan.workload), Cluster.from_dict(plan.cluster)
     setting = Setting(captured, operators, cluster, workload.optimizer, plan.recompute, compiled=compiled)
     space, program = make_program(setting, plan.mesh, free)
 

@@ -22,7 +22,7 @@ from autopar.sharding.axes import make_mesh
 from autopar.sharding.buckets import Pieces
 from autopar.sharding.operators import Operator
 from autopar.sharding.recompute import Kept, blocks_made_again, forward_blocks, kept, made_again
-from autopar.sharding.redistribute import LOCAL, whole_elements
+from autopar.sharding.redistribute import LOCAL, whole_bytes
 from autopar.solver.costs import Prices, state_bytes
 from autopar.solver.fusion import fusion_of
 from autopar.solver.pipeline import units
@@ -209,7 +209,7 @@ class Replica:
                 continue
             for step in transfer.steps:
                 if step.kind not in LOCAL:
-                    whole = whole_elements(step, self.mesh, transfer.spec.shape) * transfer.spec.dtype.itemsize
+                    whole = whole_bytes(step, self.mesh, transfer.spec)
                     key = (step.kind, step.axis, whole, bool(self.operators.batch_dims[transfer.value]))
                     found.place.append(found.unique.setdefault(key, len(found.unique)))
                     found.unit.append(self.at.get(transfer.value.node, 0))

@@ -28,7 +28,7 @@ from autopar.solver.candidates import Candidate, Limits, able_chunks, all_degree
 from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.estimate import Estimate
 from autopar.solver.microbatches import loss_place
-from autopar.solver.outer import CONTEXT_TOKENS, Estimates, Found, Frame, Solver, least_memory
+from autopar.solver.outer import CONTEXT_TOKENS, Estimates, Found, Frame, Solver, least_memory, small_plans
 from autopar.solver.parts import runs_in_parts, why_whole
 from autopar.solver.pipeline import hinted, units
 from autopar.solver.setting import Setting, is_sharded
@@ -69,11 +69,23 @@ def search(
         return _Search(model, frame, workload, seconds, line).plan()
 
 
+@collecting_later()
+def has_plan(captured: Captured, cluster: Cluster, workload: Workload, hints: Hints, compiled: bool = False) -> bool:
+    """Whether `search` finds a plan: whether one of those that need the fewest bytes fits. Which one would be fastest
+    is not asked, so the answer takes a small part of the time."""
+    with progress() as line:
+        try:
+            frame = make_frame(captured, cluster, workload, hints, compiled)
+            return any(f.needed <= frame.budget for f in small_plans(Estimates(frame, line)))
+        except (HintError, InfeasibleError):
+            return False
+
+
 def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: Hints, compiled: bool) -> Frame:
     """What a search is for. HintError for hints that cannot be kept, whatever is chosen besides."""
     shapes = {name: p.spec.shape for p in captured.parameters for name in (p.name, *p.aliases)}
     check_hints(hints, cluster.size, shapes)
-    operators = read(captured)
+    operators = read(captured, imbalance=workload.expert_imbalance)
     zero = Zero(hints.zero, hints.reshard_after_forward is not False)
     setting = Setting(captured, operators, cluster, workload.optimizer, hints.recompute or "none", zero, compiled)
     check_recompute(setting.recompute, len(forward_blocks(operators)))

@@ -50,14 +50,16 @@ class Solved:
 
 
 @collecting_later()
-def read(captured: Captured, dim: int = 0) -> Operators:
+def read(captured: Captured, dim: int = 0, imbalance: float = 1.0) -> Operators:
     """The operators of a captured graph; the batch is dim 0 of every input that has dims. With another ``dim`` its
-    factors and dims are those that carry that dim of the inputs instead."""
+    factors and dims are those that carry that dim of the inputs instead. ``imbalance`` is that of experts
+    (`Workload.expert_imbalance`), by which their work and memory is priced."""
     return read_operators(
         captured.graph,
         {node: dim for node in captured.inputs if node.meta["val"].dim() > dim},
         {o.tangent: o.node for o in captured.outputs if o.tangent is not None},
         first_of(captured.blocks),
+        imbalance,
     )
 
 

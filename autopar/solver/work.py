@@ -50,8 +50,9 @@ def local_work(
     if op.is_view:
         return Work(0.0, 0.0, dtype, kernels=0)
     times = micro_batches if operators.batch_factors[op.node] else 1
-    moved = _moved(op, operators, mesh, layouts(op.rule, strategy, mesh), micro_batches, fusion)
-    flops = op.flops * work_share(op.rule, strategy, mesh) / times
+    found = layouts(op.rule, strategy, mesh)
+    moved = _moved(op, operators, mesh, found, micro_batches, fusion)
+    flops = op.flops * work_share(op.rule, strategy, mesh) / times * _excess(op, found)
     kernels = 1 if fusion is None else fusion.kernels.get(op.node, 1)
     if op.call.target in ATTENTION:
         return _attention(op, mesh, strategy, flops, moved, times)
@@ -63,6 +64,12 @@ def local_work(
             aligned=aligned,
         )  # fmt: skip
     return Work(flops, moved, dtype, kernels=kernels, times=times)
+
+
+def _excess(op: Operator, found: tuple[tuple[Layout, ...], tuple[Layout, ...]]) -> float:
+    """The work of the busiest rank over the mean: more than 1 where ranks have rows of different experts."""
+    pairs = [*zip(found[0], op.call.operands, strict=True), *zip(found[1], op.call.results, strict=True)]
+    return max((layout.excess(spec) for layout, spec in pairs), default=1.0)
 
 
 def _computed_in(op: Operator, dtype: torch.dtype) -> torch.dtype:
