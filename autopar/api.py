@@ -39,7 +39,7 @@ from autopar.runtime.weights import load_from
 from autopar.solver.carry import shrink
 from autopar.solver.conflict import searched
 from autopar.solver.options import with_decisions
-from autopar.solver.search import search
+from autopar.solver.search import has_plan, search
 from autopar.specialize import MAKERS, capture_batch, specialize, specialize_step
 from autopar.workload import Workload
 
@@ -74,7 +74,10 @@ def plan(
     def find(hints: Hints) -> Plan:
         return search(model, captured, cluster, workload, hints, compile, search_seconds)
 
-    found = with_decisions(searched(find, hints), captured, compile)
+    def feasible(hints: Hints) -> bool:
+        return has_plan(captured, cluster, workload, hints, compile)
+
+    found = with_decisions(searched(find, hints, feasible), captured, compile)
     batch = on_meta(example_inputs)
 
     def again(model: nn.Module, hints: Hints) -> Plan:

@@ -107,25 +107,29 @@ def test_time_runs_out(calls: int) -> None:
 
 
 def test_errors_say_what_is_in_conflict() -> None:
-    """Beside what they said; of one hint alone there is nothing more to say, and a plan that is found is handed on."""
+    """Beside what they said; of one hint alone there is nothing more to say, and a plan that is found is handed on. A
+    whole search is made once: others are asked only whether there is a plan."""
+    searches = []
 
     def find(hints: Hints) -> str:
+        searches.append(hints)
         if hints.tp == 2 and hints.zero == 3:
             raise InfeasibleError("too large", expected="less", found="more", change="shrink")
         return str(hints.dp)
 
     with pytest.raises(InfeasibleError) as caught:
-        searched(find, MANY)
+        searched(find, MANY, forbids({"tp", "zero"}))
     error = caught.value
+    assert searches == [MANY]
     assert (error.what, error.expected, error.change) == ("too large", "less", "shrink")
     assert error.found == "more; zero=3 and tp=2 cannot be kept together; without any one of them there is a plan"
-    assert searched(find, Hints(dp=2, tp=2)) == "2"
+    assert searched(find, Hints(dp=2, tp=2), forbids()) == "2"
 
     def never(hints: Hints) -> str:
         raise HintError("no", expected="a", found="b", change="c")
 
     with pytest.raises(HintError) as alone:
-        searched(never, Hints(tp=2))
+        searched(never, Hints(tp=2), forbids({"tp"}))
     assert alone.value.found == "b"
 
 

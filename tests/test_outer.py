@@ -369,9 +369,9 @@ def test_what_can_run_in_parts() -> None:
 
 
 def test_what_stages_send_is_split_where_sending_is_slow() -> None:
-    """Two hosts of two H100s over 1 Gb/s a device, pp 2 across hosts and tp 2 inside: an activation that is whole on both
-    ranks of tp would be sent by both. Split along the sequence, each sends half of a micro-batch's samples x 128 tokens
-    x 64 numbers of 4 bytes."""
+    """Two hosts of two H100s over 1 Gb/s a device, pp 2 across hosts and tp 2 inside: an activation that is whole on
+    both ranks of tp would be sent by both. Split along the sequence, each sends half of a micro-batch's samples x 128
+    tokens x 64 numbers of 4 bytes."""
     table = Cluster.parse("h100-sxm:2x2").to_dict()
     slow = Cluster.from_dict({**table, "device": {**table["device"], "network_gbs": 0.125}})
     model = models.llama(hidden_size=64, intermediate_size=128, num_hidden_layers=4, max_position_embeddings=128)

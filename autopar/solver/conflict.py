@@ -107,26 +107,23 @@ def conflict(
     return Conflict(_texts(hints, kept), True)
 
 
-def searched(find: Callable[[Hints], T], hints: Hints, seconds: float = CONFLICT_SECONDS) -> T:
+def searched(
+    find: Callable[[Hints], T],
+    hints: Hints,
+    feasible: Callable[[Hints], bool],
+    seconds: float = CONFLICT_SECONDS,
+) -> T:
     """``find(hints)``. Where it raises HintError or InfeasibleError for several hints, the error says besides which of
-    them cannot be kept together, as `conflict` finds it in ``seconds``."""
+    them cannot be kept together, as `conflict` finds it in ``seconds`` by asking what is ``feasible``."""
     try:
         return find(hints)
     except (HintError, InfeasibleError) as error:
         if len(constraints(hints)) < 2:
             raise
-        found = conflict(hints, lambda some: _finds(find, some), seconds)
+        found = conflict(hints, feasible, seconds)
         raise type(error)(
             error.what, expected=error.expected, found=f"{error.found}; {found}", change=error.change
         ) from None
-
-
-def _finds(find: Callable[[Hints], T], hints: Hints) -> bool:
-    try:
-        find(hints)
-    except (HintError, InfeasibleError):
-        return False
-    return True
 
 
 def _texts(hints: Hints, kept: Sequence[Constraint]) -> tuple[str, ...]:

@@ -63,10 +63,10 @@ def _greedy(before: Floats, count: int, limit: float) -> Ints | None:
 
 def load(seconds: Floats, ranks: Sequence[int]) -> float:
     """What a step takes of the stages' ``seconds``, about: the mean of the most that a rank has of all its stages, and
-    of the sum of the most that any rank has of its first, second, ... stage. Simulated, a step is between the two. Where
-    stages go back and forth between the ranks (V-shaped) the first counts alone. Of equal ones those are better whose
-    first, second, ... stages are about equal too, since forwards of some are beside backwards of others; or V-shaped,
-    whose longest stage is shorter, which the first micro-batch waits for."""
+    of the sum of the most that any rank has of its first, second, ... stage. Simulated, a step is between the two.
+    Where stages go back and forth between the ranks (V-shaped) the first counts alone. Of equal ones those are better
+    whose first, second, ... stages are about equal too, since forwards of some are beside backwards of others; or
+    V-shaped, whose longest stage is shorter, which the first micro-batch waits for."""
     of_rank, pp = float(np.bincount(ranks, seconds).max()), max(ranks) + 1
     if not in_rows(ranks):
         return of_rank + TIE * float(seconds.max())

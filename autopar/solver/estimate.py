@@ -143,7 +143,7 @@ class _Bytes:
 
 class _Saved(NamedTuple):
     """Bytes by rank that are saved for the backward: of ``each`` micro-batch, and ``once`` for all of them; and those
-    that the block which is made again holds ``meanwhile``."""
+    of what is made again ``meanwhile``."""
 
     each: Floats
     once: Floats
@@ -254,7 +254,15 @@ class Estimator:
         replica = self.replica(*shape[:4])
         profile = replica.profile(samples)
         each, once = (self._by_rank(shape, replica.chosen(x, mode)) for x in (profile.saved, profile.constant))
-        return _Saved(each, once, 0.0 if mode == "none" else float(profile.saved["none"].max()))
+        return _Saved(each, once, self._meanwhile(shape, profile.saved["none"], mode))
+
+    def _meanwhile(self, shape: _Shape, whole: Floats, mode: str) -> float:
+        """Bytes of what is made again and is there at once, of what units save ``whole``: a block's, and where the
+        backward of weights comes later than that of inputs (zero bubble) a stage's."""
+        if mode == "none":
+            return 0.0
+        together = np.add.reduceat(whole, self._first(shape)) if shape.schedule in SPLIT_BACKWARD else whole
+        return float(together.max())
 
     def _held(self, c: Candidate) -> Floats:
         return in_flight(c.schedule, c.degrees.pp, c.chunks, c.micro_batches)
@@ -290,8 +298,8 @@ class Estimator:
         rest = sum(self._resting(c, state) for state in states) + replica.chosen(profile.constant, mode)
         seconds = profile.seconds + replica.chosen(profile.again, mode)
         row = Units(seconds, rest, replica.chosen(profile.saved, mode))
-        short = 0.0 if mode == "none" else float(profile.saved["none"].max())
-        room = budget - self._gathered(c, sum(float(state.used.max()) for state in states)) - short
+        room = budget - self._gathered(c, sum(float(state.used.max()) for state in states))
+        room -= self._meanwhile(_shape(c), profile.saved["none"], mode)
         stages = c.degrees.pp * c.chunks
         return best_cuts(row, stage_ranks(str(c.schedule), c.degrees.pp, stages), self._held(c), max(room, 1.0))
 

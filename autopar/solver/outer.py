@@ -360,8 +360,13 @@ def _pipeline(frame: Frame, estimates: Estimates, e: Estimate) -> Pipeline | Non
 
 
 def least_memory(estimates: Estimates) -> Found | None:
-    """The plan that needs the fewest bytes, of the candidates that are estimated to; None if none is possible. Which
-    those are does not depend on the budget, so that a limit that an error asks for is enough."""
+    """The plan that needs the fewest bytes, of the candidates that are estimated to; None if none is possible."""
+    return min(small_plans(estimates), key=lambda f: f.needed, default=None)
+
+
+def small_plans(estimates: Estimates) -> Iterator[Found]:
+    """Plans of few bytes, of the candidates that are estimated to need the fewest. Which those are does not depend on
+    the budget, so that a limit that an error asks for is enough."""
     estimates = estimates.within(0.0)
     every = [e for preferred in (True, False) for e in estimates.all(preferred=preferred, hopeless=True)]
     # estimates do not tell apart what is small: gradients of micro-batches are added up beside one another, and kinds
@@ -370,10 +375,8 @@ def least_memory(estimates: Estimates) -> Found | None:
     for e in sorted(every, key=lambda e: e.memory):
         c = e.candidate
         smallest.setdefault((c.degrees, c.micro_batches == 1, c.zero == 3), e)
-    found: list[Found] = []
     for e in itertools.islice(smallest.values(), SMALLEST_SOLVED):
         task, c = task_of(estimates.frame, estimates, e), e.candidate
         _, solved = task.least_memory()
         if solved is not None:
-            found.append(Found(e, task.pipeline, task.setting, solved, peaks(task, solved, c.micro_batches)))
-    return min(found, key=lambda f: f.needed, default=None)
+            yield Found(e, task.pipeline, task.setting, solved, peaks(task, solved, c.micro_batches))
