@@ -81,18 +81,6 @@ def has_plan(captured: Captured, cluster: Cluster, workload: Workload, hints: Hi
             return False
 
 
-@collecting_later()
-def has_plan(captured: Captured, cluster: Cluster, workload: Workload, hints: Hints, compiled: bool = False) -> bool:
-    """Whether `search` finds a plan: whether one of those that need the fewest bytes fits. Which one would be fastest
-    is not asked, so the answer takes a small part of the time."""
-    with progress() as line:
-        try:
-            frame = make_frame(captured, cluster, workload, hints, compiled)
-            return any(f.needed <= frame.budget for f in small_plans(Estimates(frame, line)))
-        except (HintError, InfeasibleError):
-            return False
-
-
 def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: Hints, compiled: bool) -> Frame:
     """What a search is for. HintError for hints that cannot be kept, whatever is chosen besides."""
     shapes = {name: p.spec.shape for p in captured.parameters for name in (p.name, *p.aliases)}
