@@ -65,5 +65,9 @@ class OptimizerError(AutoparError):
     """An optimizer holds parameters that are not the parallel module's."""
 
 
+class CommandError(AutoparError):
+    """What a command of the command line was given cannot be used: a model that cannot be made, a missing script."""
+
+
 class RuntimeFailure(AutoparError):
     """Ranks disagree, or one of them failed during a step."""

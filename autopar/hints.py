@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -186,6 +187,13 @@ class Hints:
                     f"There is no hint {key!r}.", expected=", ".join(known), found=key, change=nearest_names(key, known)
                 )
         return cls(**table)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Hints:
+        """The hints of a YAML file (`autopar.hints_file`). HintError names file and line of what is wrong."""
+        from autopar.hints_file import load_hints  # which needs this class
+
+        return load_hints(path)
 
 
 def matching(hints: Hints, *names: str) -> dict[str, int]:

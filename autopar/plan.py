@@ -391,6 +391,20 @@ def _check_pipeline(plan: Plan) -> None:
             raise _bad("plan.stages", error.expected, error.found) from None
 
 
+def _check_parameters(plan: Plan) -> None:
+    """Every parameter's layout fits its shape, and is kept and reduced in ways that there are."""
+    mesh = plan.mesh
+    for name, parameter in plan.parameters.items():
+        layout, shape = parameter.storage, parameter.shape
+        axes = layout.split_axes
+        known = set(axes) <= set(mesh.names) and len(set(axes)) == len(axes) and not layout.partial
+        if len(layout.dims) != len(shape) or not known or not layout.divides(mesh, shape):
+            raise _bad(f"plan.parameters.{name}.storage", f"a split of {shape} over {plan.degrees}", str(layout))
+        for field, values in (("copy", COPIES), ("gradient", REDUCED)):
+            if (value := getattr(parameter, field)) not in values:
+                raise _bad(f"plan.parameters.{name}.{field}", f"one of {', '.join(values)}", value)
+
+
 def _check(plan: Plan) -> None:
     """What the types do not say: axes and zero are known ones, every parameter's layout fits its shape, and cluster,
     workload and hints can be read."""
@@ -409,16 +423,7 @@ def _check(plan: Plan) -> None:
         check_recompute(plan.recompute)
     except HintError as error:
         raise _bad("plan.recompute", error.expected, plan.recompute) from None
-    mesh = plan.mesh
-    for name, parameter in plan.parameters.items():
-        layout, shape = parameter.storage, parameter.shape
-        axes = layout.split_axes
-        known = set(axes) <= set(mesh.names) and len(set(axes)) == len(axes) and not layout.partial
-        if len(layout.dims) != len(shape) or not known or not layout.divides(mesh, shape):
-            raise _bad(f"plan.parameters.{name}.storage", f"a split of {shape} over {plan.degrees}", str(layout))
-        for field, values in (("copy", COPIES), ("gradient", REDUCED)):
-            if (value := getattr(parameter, field)) not in values:
-                raise _bad(f"plan.parameters.{name}.{field}", f"one of {', '.join(values)}", value)
+    _check_parameters(plan)
     stages = len(plan.stages) if plan.schedule is not None else 1
     if plan.timing is not None and not is_whole(plan.timing, stages, plan.degrees["pp"]):
         raise _bad("plan.timing", f"programs of {stages} stages, of tasks that wait for tasks before them", plan.timing)
@@ -436,3 +441,5 @@ def _check(plan: Plan) -> None:
             raise PlanError(
                 f"The plan is malformed. {error.what}", expected=error.expected, found=error.found, change=error.change
             ) from error
+    if (ranks := Cluster.from_dict(plan.cluster).size) != plan.world_size:
+        raise _bad("plan.degrees", f"degrees whose product is {ranks}, the devices of its cluster", plan.degrees)

@@ -58,15 +58,20 @@ class Timing:
 
 @dataclass(frozen=True)
 class Simulated:
-    """One step: ``pipeline`` is the schedule from the step's start, ``ran`` every program. ``rank`` is the slowest rank
-    of pp, and ``breakdown`` its seconds by `PARTS`: of kernels, of communication that they do not hide (and by which
-    it slows them down), of waiting for other ranks, and of the optimizer."""
+    """One step: ``pipeline`` is the schedule from the step's start, ``ran`` every program. ``ranks`` are the seconds of
+    every rank of pp by `PARTS`: of kernels, of communication that they do not hide (and by which it slows them down),
+    of waiting for other ranks, and of the optimizer; ``rank`` is the slowest, and ``breakdown`` its seconds."""
 
     seconds: float
-    breakdown: dict[str, float]
+    ranks: tuple[dict[str, float], ...]
     rank: int
     pipeline: PipelineTime
     ran: tuple[Ran, ...]
+
+    @property
+    def breakdown(self) -> dict[str, float]:
+        """Seconds of the slowest rank by `PARTS`."""
+        return self.ranks[self.rank]
 
 
 def tasks_of(program: Program) -> list[Task]:
@@ -98,6 +103,13 @@ def _can_run(program: Program) -> bool:
 def simulate_step(timing: Timing, steps: Script) -> Simulated:
     """Simulate a step whose actions are ``steps``."""
     return _Step(timing, steps).simulate()
+
+
+def _parts(work: float, busy: float, total: float, optimizer: float) -> dict[str, float]:
+    """Seconds of a rank by `PARTS`, of which it is ``busy`` and its kernels ``work``, the optimizer's left out."""
+    parts = (work, busy - work - optimizer, total - busy, optimizer)
+    # rounding must not leave less than nothing
+    return {kind: max(0.0, seconds) for kind, seconds in zip(PARTS, parts, strict=True)}
 
 
 class _Step:
@@ -136,11 +148,10 @@ class _Step:
             for r in range(len(self.steps.rows))
         ]
         slowest = max(range(len(busy)), key=busy.__getitem__)
-        optimizer = self.timing.optimizer[slowest]
-        parts = (work[slowest], busy[slowest] - work[slowest] - optimizer, total - busy[slowest], optimizer)
-        # rounding must not leave less than nothing
-        breakdown = {kind: max(0.0, seconds) for kind, seconds in zip(PARTS, parts, strict=True)}
-        return Simulated(sum(breakdown.values()), breakdown, slowest, pipeline, self.ran)
+        ranks = tuple(
+            _parts(work[r], busy[r], total, optimizer) for r, optimizer in enumerate(self.timing.optimizer)
+        )
+        return Simulated(sum(ranks[slowest].values()), ranks, slowest, pipeline, self.ran)
 
     def _work(self, rank: int) -> float:
         """Seconds of a rank's kernels in a step, the optimizer's left out."""

@@ -18,7 +18,7 @@ from autopar.report.units import bytes_text, seconds_text, share_text
 from autopar.schedule import stage_ranks
 
 if TYPE_CHECKING:
-    from autopar.plan import Plan
+    from autopar.plan import Alternative, Plan
 
 _ZERO = {
     0: "ZeRO 0: parameters, gradients and optimizer state rest whole on every dp rank",
@@ -167,8 +167,11 @@ def _replicated(plan: Plan) -> Table | str:
 
 
 def _alternatives(plan: Plan) -> Table | str:
-    if not plan.alternatives:
-        return "none"
+    return plans_table(plan.alternatives) if plan.alternatives else "none"
+
+
+def plans_table(plans: Iterable[Alternative]) -> Table:
+    """One row a plan."""
     rows = [
         (
             " x ".join(f"{axis} {degree}" for axis, degree in a.degrees.items() if degree > 1) or "one rank",
@@ -179,7 +182,7 @@ def _alternatives(plan: Plan) -> Table | str:
             bytes_text(a.peak_memory),
             a.reason,
         )
-        for a in plan.alternatives
+        for a in plans
     ]
     columns = ("degrees", "storage", "micro-batches", "recompute", "step time", "memory", "why it lost")
     return table(rows, columns, right=(4, 5))

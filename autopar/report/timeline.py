@@ -29,8 +29,9 @@ def script_of(plan: Plan, timing: Timing) -> Script:
     return script(plan.schedule, plan.degrees[_PIPELINE], stages, plan.num_micro_batches, trained)
 
 
-def timeline(plan: Plan) -> dict[str, Any]:
-    """The trace of one step, as JSON holds it. PlanError for a plan that does not say what its step consists of."""
+def simulated(plan: Plan) -> tuple[Timing, Script, Simulated]:
+    """What a plan's step consists of, what ranks do in which order, and that step simulated. PlanError for a plan that
+    does not say what its step consists of."""
     if plan.timing is None:
         raise PlanError(
             "The plan does not say what its step consists of.",
@@ -46,8 +47,12 @@ def timeline(plan: Plan) -> dict[str, Any]:
             found=f"none of {', '.join(sorted(missing))}",
             change="make the plan again",
         )
-    trace = _Trace(plan.timing, steps, simulate_step(plan.timing, steps))
-    return {"traceEvents": trace.events(), "displayTimeUnit": "ms"}
+    return plan.timing, steps, simulate_step(plan.timing, steps)
+
+
+def timeline(plan: Plan) -> dict[str, Any]:
+    """The trace of one step, as JSON holds it. PlanError as `simulated`."""
+    return {"traceEvents": _Trace(*simulated(plan)).events(), "displayTimeUnit": "ms"}
 
 
 class _Trace:
