@@ -238,6 +238,23 @@ def test_experts_over_axes_of_the_tokens(family: Architecture, plan: str) -> Non
     assert report.flops_share < 1.25 / ranks, report
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp4", "cp2-dp2", "dp2-of-4-tp2-zero3"])
+def test_batches_that_do_not_divide(plan: str) -> None:
+    """The last batch of an epoch, and sequences of other lengths: fewer axes split the tokens, experts stay where they
+    are."""
+    ranks, hints = SPREAD[plan]
+    model, batch = MIXTURES[2].make(torch.float64)
+    with exact_float64():
+        found = autopar.plan(model, f"cpu:{ranks}", hints=hints, example_inputs=batch)
+        for samples, length in ((3, 8), (1, 8), (2, 7)):
+            part = {name: t[:samples, :length] for name, t in batch.items()}
+            special = specialize(model, found, (), part)
+            report = compare(model, special, (), part)
+            assert report.ok and report.max_error < 1e-10, report
+            assert expert_pieces(special) == {hints.ep} and special.fallbacks
+
+
 @pytest.mark.parametrize(("ranks", "hints", "found"), [
     (2, autopar.Hints(ep=3), "mixtures of 4 experts"),
     (2, autopar.Hints(dp=2, tp=1, cp=1, pp=1, ep=4), "experts over 4 ranks of dp=2, cp=1 and tp=1"),

@@ -151,13 +151,11 @@ class _Search:
         bound = min([e.bound for e in every] + [best.step_time])
         captured, operators = setting.captured, setting.operators
         parameters = {p.name: _parameter_plan(p, setting, best.assignment) for p in captured.parameters}
-        spread = ranks_of_experts(operators, best.assignment)
-        experts = {} if spread is None else {EXPERTS: spread}
         size = self.frame.limits.batch // data_degree(best.mesh) // c.micro_batches
         return Plan(
             model=type(self.model).__name__,
             structure=structure_hash((name, p.shape) for name, p in parameters.items()),
-            degrees=c.degrees.table() | experts,
+            degrees=_degrees(c, ranks_of_experts(operators, best.assignment)),
             zero=best.zero,
             zero_group_size=zero_group_size(best.mesh),
             expert_group_size=expert_group_size(best.mesh),
@@ -232,7 +230,14 @@ def _lost(best: Found, other: Found) -> Alternative:
     reason = f"{slow.step_time / fast.step_time:.2f}x the time" + (f": {', '.join(parts)}" if parts else "")
     if slow.step_time < fast.step_time:
         reason += "; an ordinary loop cannot run it"
-    return _alternative(other.candidate, other.setting.recompute, slow.zero, slow.step_time, other.needed, reason)
+    degrees = _degrees(other.candidate, ranks_of_experts(other.setting.operators, slow.assignment))
+    again = other.setting.recompute
+    return _alternative(other.candidate, degrees, again, slow.zero, slow.step_time, other.needed, reason)
+
+
+def _degrees(c: Candidate, experts: int | None) -> dict[str, int]:
+    """The degrees of a candidate, with that of ``experts`` where there are any."""
+    return c.degrees.table() | ({} if experts is None else {EXPERTS: experts})
 
 
 def _taken(a: Alternative) -> tuple[object, ...]:
@@ -248,13 +253,15 @@ def _change(other: float, best: float, step_time: float) -> str:
 def _unfit(e: Estimate, budget: float) -> Alternative:
     """A candidate that does not fit, by its estimate."""
     reason = f"needs about {(e.memory - budget) / 2**30:.1f} GiB more than fits"
-    return _alternative(e.candidate, e.recompute, e.candidate.zero or 0, e.seconds, e.memory, reason)
+    c, experts = e.candidate, e.candidate.degrees.experts
+    degrees = _degrees(c, experts if experts > 1 else None)
+    return _alternative(c, degrees, e.recompute, c.zero or 0, e.seconds, e.memory, reason)
 
 
-def _alternative(c: Candidate, recompute: str, zero: int, seconds: float, memory: float, reason: str) -> Alternative:
-    return Alternative(
-        c.degrees.table(), zero, c.group, c.micro_batches, c.schedule, recompute, seconds, int(memory), reason
-    )
+def _alternative(
+    c: Candidate, degrees: dict[str, int], recompute: str, zero: int, seconds: float, memory: float, reason: str
+) -> Alternative:
+    return Alternative(degrees, zero, c.group, c.micro_batches, c.schedule, recompute, seconds, int(memory), reason)
 
 
 def _cannot_be_kept(frame: Frame) -> HintError:

@@ -41,6 +41,14 @@ from autopar.solver.program import Ints
 
 aten = torch.ops.aten
 
+_OF_TOKENS_AND_ROWS = frozenset(
+    {
+        torch.ops.autopar.dispatch.default,
+        torch.ops.autopar.combine.default,
+        torch.ops.autopar.combine_weights_backward.default,
+    }
+)
+
 
 @dataclass(frozen=True)
 class Pins:
@@ -452,10 +460,10 @@ class SpaceBuilder:
         return spread in (None, self._spread(op, strategy)) and self.pins.operator(op.node, strategy)
 
     def _exchanges(self, op: Operator) -> bool:
-        """Whether an operator makes rows of tokens, or tokens of rows, where experts are spread over an axis of the
-        batch: it may do that before the ranks exchange what they have, or after."""
-        rows = op.call.target in (torch.ops.autopar.dispatch.default, torch.ops.autopar.combine.default)
-        return rows and EXPERT_AXIS in self.mesh.names
+        """Whether an operator has both tokens and rows where experts may be spread over axes of the tokens: it comes
+        before the ranks exchange what they have, or after."""
+        spread = any(degree(self.mesh, axis) > 1 for axis in SPREAD_AXES)
+        return spread and op.call.target in _OF_TOKENS_AND_ROWS
 
     def _offer(self, op: Operator, i: int) -> tuple[int, Sequence[Layout]] | None:
         """Who decides the layout in which operand ``i`` is read, if an operator of the same block and direction."""
