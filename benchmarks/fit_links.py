@@ -160,6 +160,8 @@ def _rdma(intra: Constants) -> dict[str, Entry]:
     fitted = fit_network(rows, intra, efficiency * NOMINAL["rdma"])
     text = _report("rdma all_reduce", rows, intra, fitted)
     other = Entry(efficiency, 0.0, fitted.step, fitted.fill, "assumed: as rdma all_reduce")
+    swap = Entry(efficiency, 0.0, fitted.step, 0.0,
+                 "assumed: as rdma all_reduce, but messages to all are on their way at once")
     hop = Entry(efficiency, 0.0, fitted.step, fitted.step, "assumed: as rdma all_reduce, but one hop fills in one step")
     checks = (("2 hosts, 8 x 200 Gb/s TCPXO", read_samples("H100-80GB-SXM", "ztan"), 0.5),
               ("4 hosts B200, 8 x 400 Gb/s EFA", read_samples("B200-SXM", "all_reduce_bench.py", size=32), 1.0))
@@ -169,7 +171,7 @@ def _rdma(intra: Constants) -> dict[str, Entry]:
     source = ("bandwidth: points GCP A3 Mega 338.8 GB/s (of 375), AWS p5en 369.9 (423), NVIDIA/nccl issue 1218 "
               f"340 (411); step and fill fitted: AWS p5 EFA and coreweave InfiniBand, 2 hosts, {text}")
     reduce = Entry(efficiency, 0.0, fitted.step, fitted.fill, source)
-    return {"all_gather": other, "reduce_scatter": other, "all_reduce": reduce, "all_to_all": other, "p2p": hop}
+    return {"all_gather": other, "reduce_scatter": other, "all_reduce": reduce, "all_to_all": swap, "p2p": hop}
 
 
 def _all(efficiency: float, latency: Constants, source: str) -> dict[str, Entry]:

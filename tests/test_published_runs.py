@@ -21,7 +21,16 @@ import published_runs  # noqa: E402
 import published_search  # noqa: E402
 from published import fit, score  # noqa: E402
 from published.clusters import cluster_of, network_gbs  # noqa: E402
+from published.experts import (  # noqa: E402
+    Exchange,
+    Spread,
+    exchange_of,
+    keep_tokens_apart,
+    product_seconds,
+    with_exchange,
+)
 from published.families import family_of  # noqa: E402
+from published.loss import inside_loss, loss_seconds  # noqa: E402
 from published.memory import framework_peak, kept_share  # noqa: E402
 from published.models import batch, build, is_gated, shape_of  # noqa: E402
 from published.plans import NotCovered, configurations, divides, hints_of, stages  # noqa: E402
@@ -33,6 +42,7 @@ from published.rows import Row, read_rows  # noqa: E402
 from autopar.capture.graph import Captured  # noqa: E402
 from autopar.cluster import Cluster  # noqa: E402
 from autopar.cost_model.bubble import script  # noqa: E402
+from autopar.cost_model.communication import collective_seconds  # noqa: E402
 from autopar.cost_model.simulate import Task  # noqa: E402
 from autopar.cost_model.step import Repeated, Timing, simulate_step  # noqa: E402
 from autopar.errors import InputError  # noqa: E402
@@ -40,10 +50,11 @@ from autopar.sharding.assignment import Assignment  # noqa: E402
 from autopar.sharding.axes import make_mesh  # noqa: E402
 from autopar.sharding.operators import Operators  # noqa: E402
 from autopar.sharding.recompute import kept, made_again  # noqa: E402
-from autopar.solver.peaks import peaks_of  # noqa: E402
+from autopar.solver.peaks import peaks_of, step_life  # noqa: E402
 from autopar.solver.setting import Setting, keepings  # noqa: E402
 from autopar.solver.space import Pins, Space, build_space  # noqa: E402
 from autopar.solver.spmd import read  # noqa: E402
+from autopar.solver.staged import Stages  # noqa: E402
 from autopar.specialize import capture_batch  # noqa: E402
 from autopar.workload import Workload  # noqa: E402
 
@@ -264,7 +275,7 @@ def test_frameworks_keep_less_for_the_backward() -> None:
     """Four micro-batches of a small Llama on one device. A framework that keeps all that the backward reads has the
     peak of an emitted graph; fused kernels keep less, more than nothing, and so less at the peak; dropout keeps a byte
     an element that autopar does not."""
-    captured, operators, setting, assignment = _on_one_device(gated=True, dropout=0.0)
+    _, operators, setting, assignment = _on_one_device(gated=True, dropout=0.0)
     keep = keepings(setting, assignment)
     held = kept(operators, assignment, made_again(operators, "none"))
     emitted, eager, fused = (
@@ -287,6 +298,75 @@ def _on_one_device(gated: bool, dropout: float) -> tuple[Captured, Operators, Se
     space = build_space(captured, operators, make_mesh(1, 1, 1), Pins())
     assignment = space.assignment([int(d.allowed.argmax()) for d in space.decisions])
     return captured, operators, Setting(captured, operators, cluster, "adamw"), assignment
+
+
+def test_a_fused_loss_keeps_logits_and_nothing_of_the_loss() -> None:
+    """A Llama of 32 with 64 words in bfloat16, a micro-batch of 4 x 64 tokens: of the loss only the logits (2 bytes
+    each) are kept, not their logarithms in float32; in one kernel each way it takes less time, but some."""
+    _, operators, setting, assignment = _on_one_device(gated=True, dropout=0.0)
+    inside = inside_loss(operators)
+    logits = 4 * 64 * 64
+    shapes = {tuple(operators.by_node[node].call.results[0].shape) for node in inside}
+    assert (4, 64, 64) in shapes and not any(operators.by_node[node].is_heavy for node in inside)
+    lives = [step_life(setting, assignment, keepings(setting, assignment), 1, part) for part in (frozenset(), inside)]
+    assert lives[0].saved - lives[1].saved == pytest.approx((4 - 2) * logits, abs=8 * 4 * 64)  # a few numbers a row
+    assert sum(lives[1].backward.values()) < sum(lives[0].backward.values()) - 4 * logits
+    stages = Stages(setting, assignment)
+    apart = {node: stages.once[node] for node in loss_seconds(stages)}
+    assert 0 < sum(loss_seconds(stages).values()) < sum(apart.values())
+
+
+def test_mixtures_are_rebuilt_with_their_experts(rows: dict[str, Row]) -> None:
+    """Weights, and those that a token meets, as the models' names say; Llama 4 has experts in every other layer or in
+    all; built models have as many."""
+    named = {"moezoo-1": (235e9, 22e9), "mbridge-096": (117e9, 5.7e9), "dgxc-207": (314e9, 84e9),
+             "dgxc-215": (400e9, 17e9), "titan-049": (109e9, 17e9), "mbridge-238": (671e9, 37e9)}  # fmt: skip
+    for run_id, (whole, active) in named.items():
+        shape = shape_of(rows[run_id], gated=True, written_out=False, dropout=0.0)
+        assert (shape.parameters, shape.active) == pytest.approx((whole, active), rel=0.025), run_id
+        assert sum(p.numel() for p in build(shape).parameters()) == pytest.approx(shape.parameters, rel=0.005), run_id
+    steps = [shape_of(rows[i], gated=True, written_out=False, dropout=0.0).mixture for i in ("dgxc-215", "titan-049")]
+    assert [mixture.step for mixture in steps if mixture] == [2, 1]
+
+
+def test_experts_take_the_ranks_that_follow_one_another(rows: dict[str, Row]) -> None:
+    """32 ranks with tp 2: 16 of dp; 8 ranks with tp 4 and cp 2: none of dp; with each expert's width over tp 4, 8 ranks
+    of experts are 8 of dp."""
+    def part(run_id: str, **changes: Any) -> int:
+        row = _changed(rows[run_id], **changes)
+        (c,) = configurations(row, family_of(row))
+        return Spread(row.ep or 1, row.etp or 1, 2, once=False, overlapped=False, apart=True).part_of_dp(c)
+
+    assert part("moezoo-1") == 16 and part("dgxc-207") == 1
+    assert part("dgxc-207", etp=4, cp=1) == 8
+
+
+def test_rows_of_experts_travel_there_and_back() -> None:
+    """A mixture of two layers over 8 H100 of two hosts of four, ep 8, 16 experts, top 2, width 32, 8 x 64 tokens in two
+    micro-batches: a rank sends 32 tokens x 2 rows of 64 bytes. By DeepEP each token goes to 2 (1 - (1/2)^2) = 1.5 hosts
+    on average instead of 2 experts. Two ways a layer in the forward as in the backward, in 3 s each and 0.25 s to sort
+    what arrives, after what is computed or beside it; products one by one take longer than together."""
+    base = {"family": "moe", "n_experts": 16, "top_k": 2, "moe_ffn_hidden": 64, "head_dim": 8, "n_shared_experts": 0}
+    shape = shape_of(_changed(_small(), **base), gated=True, written_out=False, dropout=0.0)
+    captured = capture_batch(build(shape), (), batch(8, 64), precision=Workload(param_dtype="bfloat16").precision)
+    operators, cluster = read(captured), Cluster.parse("h100-sxm:2x4")
+    mesh = make_mesh(8, 1, 1, None, 8)
+    space = build_space(captured, operators, mesh, Pins(micro_batches=2, experts=8))
+    keep_tokens_apart(space, operators)
+    assignment = space.assignment([int(d.allowed.argmax()) for d in space.decisions])
+    stages = Stages(Setting(captured, operators, cluster, "adamw"), assignment, 2)
+    group, sent = cluster.group(1, 8), 32 * 2 * 32 * 2.0
+    spread = Spread(8, 1, 2, once=False, overlapped=False, apart=True)
+    one, once = (exchange_of(stages, s, cluster).travel for s in (spread, replace(spread, once=True)))
+    assert one == pytest.approx(float(collective_seconds("all_to_all", 8 * sent, group, cluster.device)))
+    assert once == pytest.approx(float(collective_seconds("all_to_all", 8 * sent * 0.75, group, cluster.device)))
+    timing, exchange, steps = stages.timing(), Exchange(3.0, 0.25), script(None, 1, 1, 2)
+    plain = simulate_step(timing, steps).seconds
+    after, beside = (simulate_step(with_exchange(timing, stages, exchange, o), steps).seconds for o in (False, True))
+    assert after - plain == pytest.approx(2 * 2 * 2 * 2 * 3.25)  # micro-batches, directions, layers, ways
+    assert beside == pytest.approx(2 * 2 * 2 * 2 * 3.0, rel=0.01)  # what is computed, sorting too, hides behind it
+    together = {node: stages.once[node] for node in product_seconds(stages)}
+    assert sum(product_seconds(stages).values()) > 1.5 * sum(together.values()) > 0
 
 
 def test_without_sequence_parallelism_nothing_splits_tokens_over_tp() -> None:
@@ -341,14 +421,15 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_row_is_predicted_or_counted(three: Path) -> None:
-    """Three rows: one is predicted, within a factor of two; two are counted with their reasons; text and JSON work."""
+    """Three rows: one is predicted, within a factor of two; one in 8 bits and one without a batch are counted with
+    their reasons; text and JSON work."""
     found = [Predictor().predict(row) for row in read_rows(three)]
     values = figures(found, leave_one_out=True)
     covered = values["coverage"]
     assert (covered["rows"], covered["predicted"]) == (3, 1)
     assert sum(covered["reasons"].values()) == 2
     assert sum("global_batch" in reason for reason in covered["reasons"]) == 1
-    assert sum("experts" in reason for reason in covered["reasons"]) == 1
+    assert sum("8 bits" in reason for reason in covered["reasons"]) == 1
     assert 0.5 < found[0].seconds / found[0].row.step_time_s < 2  # type: ignore[operator]
     assert math.isclose(sum(found[0].breakdown.values()), found[0].seconds)  # type: ignore[union-attr,arg-type]
     assert {"step_time", "memory", "concordance", "coverage", "by_family"} <= values.keys()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import fx
+
 from autopar.cost_model.bubble import script
 from autopar.cost_model.hardware import Device
 from autopar.cost_model.memory import FRAGMENTATION
@@ -18,7 +20,7 @@ from autopar.schedule import Step as ScheduleStep
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import MICRO_BATCH, Mesh
 from autopar.sharding.operators import Operators, of_graph
-from autopar.sharding.recompute import Kept, blocks_made_again, forward_blocks, made_again
+from autopar.sharding.recompute import Kept, MadeAgain, blocks_made_again, forward_blocks, made_again
 from autopar.sharding.stages import homes
 from autopar.sharding.zero import Keeping
 from autopar.solver.memory import memory_of
@@ -103,7 +105,12 @@ def optimizer_moment(setting: Setting, assignment: Assignment, gradients: int) -
 
 
 def _tape(
-    setting: Setting, assignment: Assignment, keeping: Mapping[str, Keeping], micro_batches: int, short: Short
+    setting: Setting,
+    assignment: Assignment,
+    keeping: Mapping[str, Keeping],
+    micro_batches: int,
+    short: Short,
+    inside: frozenset[fx.Node],
 ) -> tuple[Tape, list[int], Cut]:
     """The tape of an assignment, its entries of the batch, and how a step is cut."""
     captured, operators = setting.captured, setting.operators
@@ -111,7 +118,8 @@ def _tape(
     if micro_batches > 1:
         split = split_inputs(captured)
         whole = in_micro_batches(short.captured, short.operators, whole, micro_batches, split, keeping)
-    tape = write(short, whole, made_again(operators, setting.recompute), _templates(operators))
+    again = made_again(operators, setting.recompute)
+    tape = write(short, whole, MadeAgain(again.operators | inside, again.moves), _templates(operators))
     keep(tape, {name: kept.copy for name, kept in keeping.items()})
     wanted = [i for i, o in enumerate(captured.outputs) if o.tangent is not None or o.buffer is not None]
     results = [tape.results[i] for i in wanted or range(len(captured.outputs))]
@@ -148,23 +156,34 @@ class StageLife:
 
 
 def step_life(
-    setting: Setting, assignment: Assignment, keeping: Mapping[str, Keeping], micro_batches: int
+    setting: Setting,
+    assignment: Assignment,
+    keeping: Mapping[str, Keeping],
+    micro_batches: int,
+    inside: frozenset[fx.Node] = frozenset(),
 ) -> StageLife:
-    """The life of a step that is not cut into stages."""
+    """The life of a step that is not cut into stages. What the operators ``inside`` make never leaves a kernel: it
+    takes no bytes, and those of the forward are run again in the backward, from what enters them."""
     short = shorten(setting.captured, setting.operators, rows(setting.captured, assignment, _is_made_again(setting)))
-    tape, _, found = _tape(setting, assignment, keeping, micro_batches, short)
-    step = programs(tape, _mesh(assignment, micro_batches), found)
-    forward = life(step.forward, _kinds(tape, found, found.saved), TRANSIENTS)
+    tape, _, found = _tape(setting, assignment, keeping, micro_batches, short, inside)
+    step, hidden = programs(tape, _mesh(assignment, micro_batches), found), _hidden(tape, inside)
+    forward = life(step.forward, _kinds(tape, found, found.saved) | hidden, TRANSIENTS)
     sums, backward, adding, finish = 0, Moment(), Moment(), Moment()
     if step.backward is not None:
         ends = step.backward.outputs
-        backward = life(step.backward, _kinds(tape, found, found.saved, ends), TRANSIENTS)
-        adding = life(replace(step.backward, outputs=[]), _kinds(tape, found, found.saved), TRANSIENTS)
+        backward = life(step.backward, _kinds(tape, found, found.saved, ends) | hidden, TRANSIENTS)
+        adding = life(replace(step.backward, outputs=[]), _kinds(tape, found, found.saved) | hidden, TRANSIENTS)
         sums = tape.bytes((*found.forward, *ends)) if micro_batches > 1 else 0
     if step.finish is not None:
         finish = life(step.finish, _kinds(tape, found) | tape.kinds(found.left, None), TRANSIENTS)
     saved, copies = tape.bytes(found.saved), tape.bytes(found.ready)
     return StageLife(forward, backward, {}, {}, adding, {}, finish, saved, 0, sums, copies)
+
+
+def _hidden(tape: Tape, inside: frozenset[fx.Node]) -> dict[int, str | None]:
+    """The storages of what never leaves a kernel, which are not counted."""
+    made = [i for i, entry in enumerate(tape.entries) if entry.owner in inside and not entry.view]
+    return tape.kinds(made, None)
 
 
 def _mesh(assignment: Assignment, micro_batches: int) -> Mesh:
@@ -211,27 +230,30 @@ def stage_lives(
     keeping: Mapping[str, Keeping],
     micro_batches: int,
     pipeline: Pipeline,
+    inside: frozenset[fx.Node] = frozenset(),
 ) -> list[StageLife]:
-    """The life of every stage of a pipeline; those that are alike are looked at once."""
+    """The life of every stage of a pipeline; those that are alike are looked at once. ``inside`` as in `step_life`."""
     captured, operators, again = setting.captured, setting.operators, _is_made_again(setting)
     like = alike_stages(captured, assignment, again, pipeline.stages)
     kept = sorted(set(like))
     stage = {path: s for s, names in enumerate(pipeline.stages) for path in names}
     skipped = [s for s in range(len(like)) if s not in kept]
     left_out = rows(captured, assignment, again, lambda path: stage.get(path, 0), skipped)
-    tape, given, found = _tape(setting, assignment, keeping, micro_batches, shorten(captured, operators, left_out))
+    short = shorten(captured, operators, left_out)
+    tape, given, found = _tape(setting, assignment, keeping, micro_batches, short, inside)
     mesh = _mesh(assignment, micro_batches)
     parts = stage_programs(tape, captured, mesh, found, pipeline.stages, given, kept)
-    lives = {s: _life_of_stage(tape, found, part) for s, part in parts.items()}
+    hidden = _hidden(tape, inside)
+    lives = {s: _life_of_stage(tape, found, part, hidden) for s, part in parts.items()}
     return [lives[s] for s in like]
 
 
-def _life_of_stage(tape: Tape, found: Cut, part: StagePrograms) -> StageLife:
-    """The life of one stage."""
+def _life_of_stage(tape: Tape, found: Cut, part: StagePrograms, hidden: Mapping[int, str | None]) -> StageLife:
+    """The life of one stage; ``hidden`` storages are not counted."""
     saved, ends = part.saved, part.backward.outputs[: len(part.ends)]
 
     def alive(program: Program, kept: Iterable[int], ends: Iterable[int]) -> Moment:
-        return life(program, _kinds(tape, found, kept, ends), TRANSIENTS)
+        return life(program, _kinds(tape, found, kept, ends) | hidden, TRANSIENTS)
 
     def adding(program: Program, kept: Iterable[int]) -> Moment:
         others = [i for i in program.outputs if i not in part.ends]

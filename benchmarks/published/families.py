@@ -35,7 +35,10 @@ class Family:
     owners: bool
     fused_accumulation: bool
     fused_optimizer: bool
+    fused_loss: bool
+    experts_apart: bool
     global_batch: int | None
+    seq_len: int | None
     device: Mapping[str, float]
     attention_level: float
     attention_kernels: Mapping[str, str]
@@ -66,7 +69,7 @@ def family_of(row: Row) -> Family:
     tables = _tables()
     own = dict(tables.get(row.source_family, {}))
     markers = own.pop("markers", ())
-    known = {"global_batch": None, **tables["default"], **own}
+    known = {"global_batch": None, "seq_len": None, **tables["default"], **own}
     found = Family(**{k: v for k, v in known.items() if k not in _NOTES})
     for marker in markers:
         changes = {key: value for key, value in marker.items() if key != "contains"}

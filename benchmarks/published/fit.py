@@ -74,9 +74,10 @@ def hardware_flops(row: Row) -> float:
     family = family_of(row)
     shape = shape_of(row, gated=is_gated(row), written_out=family.written_out, dropout=0.0)
     length, tokens = row.seq_len or 0, (row.global_batch or 0) * (row.seq_len or 0)
-    weights = shape.parameters - (0 if shape.tied else shape.vocab * shape.hidden)
+    weights = shape.active - (0 if shape.tied else shape.vocab * shape.hidden)
     passes = 8.0 if (row.recompute or family.recompute) == "full" else 6.0
-    return passes * tokens * (weights + shape.layers * shape.hidden * length)
+    width = shape.heads * (shape.head_dim or shape.hidden / shape.heads)
+    return passes * tokens * (weights + shape.layers * width * length)
 
 
 def peer_seconds(row: Row, device: Device) -> float:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from autopar.cost_model.bubble import script
 from autopar.sharding.assignment import Assignment, result_layouts
@@ -48,15 +49,18 @@ def framework_peak(
     pipeline: Pipeline | None,
     fused: bool,
     sequence_parallel: bool,
+    inside: frozenset[fx.Node] = frozenset(),
 ) -> dict[str, int]:
     """Bytes a device by kind at the fullest moment of the fullest rank: the kinds of `peaks.peaks_of`. Of ``fused``
-    kernels what enters is kept; with ``sequence_parallel`` tp splits the tokens of what it does not split otherwise."""
-    share = kept_share(setting.operators, assignment, setting.recompute, fused, sequence_parallel)
+    kernels what enters is kept; with ``sequence_parallel`` tp splits the tokens of what it does not split otherwise;
+    what the operators ``inside`` a kernel make takes no bytes."""
+    share = kept_share(setting.operators, assignment, setting.recompute, fused, sequence_parallel, inside)
     if pipeline is not None:
-        lives = [_shared(life, share) for life in stage_lives(setting, assignment, keep, micro_batches, pipeline)]
+        lives = stage_lives(setting, assignment, keep, micro_batches, pipeline, inside)
+        lives = [_shared(life, share) for life in lives]
         ranks = of_ranks(setting, assignment, keep, micro_batches, pipeline, lives)
         return max(ranks, key=lambda kinds: sum(kinds.values()))
-    lives = [_shared(step_life(setting, assignment, keep, micro_batches), share)]
+    lives = [_shared(step_life(setting, assignment, keep, micro_batches, inside), share)]
     memory = memory_of(setting, assignment, Kept(), keep, micro_batches)
     (row,) = script(None, 1, 1, micro_batches).rows
     moments = [optimizer_moment(setting, assignment, memory[GRADIENTS]), *row_moments(row, lives, [0])]
@@ -75,10 +79,17 @@ def _shared(life: StageLife, share: float) -> StageLife:
 
 
 def kept_share(
-    operators: Operators, assignment: Assignment, recompute: str, fused: bool, sequence_parallel: bool
+    operators: Operators,
+    assignment: Assignment,
+    recompute: str,
+    fused: bool,
+    sequence_parallel: bool,
+    inside: frozenset[fx.Node] = frozenset(),
 ) -> float:
-    """What a framework keeps for the backward over what an emitted graph keeps."""
+    """What a framework keeps for the backward over what an emitted graph keeps, which makes what is ``inside`` a kernel
+    again in both."""
     again = made_again(operators, recompute)
+    again = MadeAgain(again.operators | inside, again.moves)
     plain = sum(_kept(operators, assignment, again).values())
     if fused:
         again = MadeAgain(again.operators | _inside_kernels(operators), again.moves)

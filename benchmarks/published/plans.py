@@ -40,7 +40,7 @@ class NotCovered(Exception):
 @dataclass(frozen=True)
 class Configuration:
     """Degrees and sizes of a row, with nothing left open. ``chunks`` are stages a rank of the pipeline, ``zero_group``
-    ranks of dp x cp that state is split over."""
+    ranks of dp x cp that state is split over, ``ep`` those that experts are spread over."""
 
     dp: int
     cp: int
@@ -53,12 +53,11 @@ class Configuration:
     zero_group: int
     recompute: str
     schedule: str | None
+    ep: int = 1
 
 
 def check_covered(row: Row) -> None:
     """NotCovered for what no prediction is made of."""
-    if row.family == "moe":
-        raise NotCovered("mixture of experts: experts are not split yet")
     if not row.is_16bit:
         raise NotCovered(f"products in {row.precision.partition('-')[0]}: autopar runs none in 8 bits")
     for name, value in (("seq_len", row.seq_len), ("global_batch", row.global_batch)):
@@ -101,6 +100,7 @@ def configurations(row: Row, family: Family) -> list[Configuration]:
             zero_group=min(group, dp * cp),
             recompute=recompute,
             schedule=_schedule(row, pp, batch // (dp * n)),
+            ep=row.ep or 1,
         )
         for n in sizes
         for recompute in _recompute(row, family)
@@ -165,6 +165,8 @@ def hints_of(configuration: Configuration, family: Family, shape: Shape) -> Hint
         given["zero"] = 1
     if c.cp > 1:
         given["cp"] = c.cp
+    if c.ep > 1:
+        given["ep"] = c.ep
     group = divides(c.zero_group // c.cp, shape.hidden)
     if c.zero and 1 < group < c.dp:
         given["zero_group_size"] = group

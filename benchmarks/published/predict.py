@@ -15,6 +15,7 @@ from autopar.solver.spmd import read
 from autopar.specialize import capture_batch
 from autopar.workload import Workload
 from published.clusters import cluster_of
+from published.experts import Spread
 from published.families import Family, family_of
 from published.models import Shape, batch, build, is_gated, shape_of
 from published.plans import Configuration, NotCovered, check_covered, configurations, hints_of, workload_of
@@ -68,8 +69,9 @@ class Predictor:
 
     def _predict(self, row: Row) -> Prediction:
         family = family_of(row)
-        if row.global_batch is None:
-            row = replace(row, global_batch=family.global_batch)
+        row = replace(
+            row, global_batch=row.global_batch or family.global_batch, seq_len=row.seq_len or family.seq_len
+        )
         check_covered(row)
         shape = shape_of(row, gated=is_gated(row), written_out=family.written_out, dropout=family.dropout)
         cluster = cluster_of(row, **self.devices.get(row.hardware, {}))
@@ -89,7 +91,8 @@ class Predictor:
     def _price(self, row: Row, family: Family, shape: Shape, c: Configuration, cluster: Cluster) -> Priced:
         hints, workload = hints_of(c, family, shape), workload_of(row, family)
         captured, operators = self._captured(shape, workload)
-        return price_configuration(captured, operators, cluster, c, hints, running_of(row, family))
+        running, spread = running_of(row, family), spread_of(row, family, shape)
+        return price_configuration(captured, operators, cluster, c, hints, running, spread)
 
     def _captured(self, shape: Shape, workload: Workload) -> tuple[Captured, Operators]:
         key = (shape, workload)
@@ -108,7 +111,7 @@ def _gib(p: Priced) -> float:
 def running_of(row: Row, family: Family) -> Running:
     """What the row's framework does; the row itself wins where it says so."""
     says, words = row.async_tp_overlap or "", ("tp_comm_overlap on", "tp-comm-overlap", "async TP", "TP/PP/DP overlap")
-    overlapped = any(word in says for word in words)
+    overlapped, everything = any(word in says for word in words), "TP/PP/DP overlap" in says
     tp_overlap = overlapped if "tp_comm_overlap" in says or overlapped else family.tp_overlap
     whole = family.sequence_parallel if row.sequence_parallel is None else row.sequence_parallel == "y"
     return Running(
@@ -117,11 +120,27 @@ def running_of(row: Row, family: Family) -> Running:
         gathered_again=family.gathered_again,
         tp_overlap=tp_overlap,
         cp_overlap=family.cp_overlap,
-        dp_overlap=family.dp_overlap,
-        p2p=family.p2p,
+        dp_overlap=family.dp_overlap or everything,
+        p2p="overlapped" if everything else family.p2p,
         owners=family.owners,
         fused_accumulation=family.fused_accumulation,
         fused_optimizer=family.fused_optimizer,
+        fused_loss=family.fused_loss,
+    )
+
+
+def spread_of(row: Row, family: Family, shape: Shape) -> Spread | None:
+    """How the row's experts are spread and exchanged; None without experts."""
+    if shape.mixture is None:
+        return None
+    words = f"{row.async_tp_overlap} {row.notes}"
+    return Spread(
+        ep=row.ep or 1,
+        etp=row.etp or 1,
+        top_k=shape.mixture.top_k,
+        once="DeepEP" in words,
+        overlapped="a2a overlap" in words,
+        apart=family.experts_apart,
     )
 
 

@@ -13,7 +13,8 @@ What a framework does otherwise than autopar's runtime is put into the timing of
   one rank after the other, where else every rank gathers its part of all;
 * products of a backward may add up the gradients that they make, in the buffer's own dtype (Megatron-LM's
   gradient_accumulation_fusion): then neither their casts nor their sums are passes of their own;
-* a fused optimizer passes once over its state, where torch's default makes a pass for every elementary operation.
+* a fused optimizer passes once over its state, where torch's default makes a pass for every elementary operation;
+* a fused loss is one kernel in each direction (`published.loss`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from autopar.garbage import collecting_later
 from autopar.hints import Hints
 from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, REPLICATE_AXIS, TENSOR_AXIS, make_mesh
 from autopar.sharding.layout import Layout
-from autopar.sharding.operators import Operators
+from autopar.sharding.operators import Operators, Value
 from autopar.sharding.rule import Strategy
 from autopar.sharding.zero import Zero
 from autopar.solver.carry import hint_pins
@@ -45,6 +46,15 @@ from autopar.solver.program import solve
 from autopar.solver.setting import Setting, keepings
 from autopar.solver.space import Space, build_space
 from autopar.solver.staged import Stages
+from published.experts import (
+    Spread,
+    exchange_of,
+    keep_tokens_apart,
+    product_seconds,
+    with_exchange,
+    without_exchange,
+)
+from published.loss import inside_loss, loss_seconds
 from published.memory import framework_peak
 from published.plans import OPTIMIZER, Configuration, NotCovered
 
@@ -68,7 +78,8 @@ class Running:
     gathers is ``gathered_again`` in the backward instead of kept), and whether collectives over tp,
     over cp, and those of data parallelism at the ends of a step are overlapped; whether what travels between pipeline
     stages is ("p2p": "overlapped", "waited for", or "in turn"); whether parameters have ``owners``; whether products
-    add up gradients (``fused_accumulation``); and a ``fused_optimizer``."""
+    add up gradients (``fused_accumulation``); a ``fused_optimizer``; and, where kernels are not ``compiled``, a
+    ``fused_loss``."""
 
     compiled: bool
     sequence_parallel: bool
@@ -80,6 +91,7 @@ class Running:
     owners: bool
     fused_accumulation: bool
     fused_optimizer: bool
+    fused_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,15 +111,19 @@ def price_configuration(
     c: Configuration,
     hints: Hints,
     running: Running,
+    spread: Spread | None = None,
 ) -> Priced:
-    """The price of a configuration. NotCovered if the model cannot be split so; what the planner raises for hints."""
+    """The price of a configuration, of a mixture with its experts ``spread``. NotCovered if the model cannot be split
+    so; what the planner raises for hints."""
     zero = Zero(hints.zero, hints.reshard_after_forward is not False)
     setting = Setting(captured, operators, cluster, OPTIMIZER, c.recompute, zero, running.compiled)
-    mesh = make_mesh(c.dp, c.cp, c.tp, hints.zero_group_size)
+    part = spread.part_of_dp(c) if spread else 1
+    mesh = make_mesh(c.dp, c.cp, c.tp, hints.zero_group_size, part if part > 1 else None)
     pins = replace(hint_pins(captured, hints), micro_batches=c.micro_batches)
     space = build_space(captured, operators, mesh, pins)
     if not running.sequence_parallel and c.tp > 1:
         keep_tokens_whole(space, operators)
+    keep_tokens_apart(space, operators)
     prices = Prices(cluster, mesh)
     program = price(
         space, captured, operators, prices, OPTIMIZER, float("inf"), c.recompute, c.micro_batches, running.compiled
@@ -118,9 +134,18 @@ def price_configuration(
     pipeline = make_pipeline(captured, operators, cluster, hints)
     assignment = space.assignment(solution.options)
     stages = Stages(setting, assignment, c.micro_batches, pipeline)
+    inside = inside_loss(operators) if running.fused_loss and not running.compiled else frozenset()
+    if inside:
+        stages.once.update(loss_seconds(stages))
+    if spread is not None:
+        stages.work = [without_exchange(work, operators) for work in stages.work]
+        if spread.apart:
+            stages.once.update(product_seconds(stages))
     if running.fused_accumulation:
         stages.once.update(dict.fromkeys(_casts_of_gradients(captured, operators), 0.0))
     timing = stages.timing()
+    if spread is not None and spread.ep > 1:
+        timing = with_exchange(timing, stages, exchange_of(stages, spread, cluster), spread.overlapped)
     steps = script(c.schedule, c.pp, c.pp * c.chunks, c.micro_batches)
     if running.owners:
         group = cluster.group(mesh.stride(DATA_AXIS), mesh.degree(DATA_AXIS))
@@ -130,15 +155,15 @@ def price_configuration(
         fused, plain = (optimizer_seconds(OPTIMIZER, *MANY, cluster.device, fused=fused) for fused in (True, False))
         timing = replace(timing, optimizer=tuple(seconds * fused / plain for seconds in timing.optimizer))
     simulated = simulate_step(timing, steps)
-    keep = keepings(captured, assignment, zero)
+    keep = keepings(setting, assignment)
     split = running.sequence_parallel and running.gathered_again and c.tp > 1
-    memory = framework_peak(setting, assignment, keep, c.micro_batches, pipeline, running.compiled, split)
+    memory = framework_peak(setting, assignment, keep, c.micro_batches, pipeline, running.compiled, split, inside)
     return Priced(simulated.seconds, simulated.breakdown, memory)
 
 
 def _casts_of_gradients(captured: Captured, operators: Operators) -> list[fx.Node]:
     """The operators that cast gradients to the dtype in which they are added up."""
-    found = [p.gradient for p in captured.parameters if p.gradient is not None]
+    found = [operators.base(Value(p.gradient)).node for p in captured.parameters if p.gradient is not None]
     return [node for node in found if node.target is torch.ops.aten._to_copy.default and node in operators.by_node]
 
 

@@ -25,7 +25,12 @@ class Row:
     ffn_hidden: int
     n_heads: int
     n_kv_heads: int
+    head_dim: int | None
     vocab: int
+    n_experts: int | None
+    top_k: int | None
+    moe_ffn_hidden: int | None
+    n_shared_experts: int | None
     tied_embeddings: str | None
     hardware: str
     gpus_per_node: int
@@ -39,6 +44,8 @@ class Row:
     pp: int | None
     vpp: int | None
     cp: int | None
+    ep: int | None
+    etp: int | None
     sequence_parallel: str | None
     zero_stage: int | None
     zero_group_size: int | None
@@ -62,6 +69,11 @@ class Row:
         if not self.tokens_per_s_per_gpu or not self.global_batch or not self.seq_len:
             return None
         return self.global_batch * self.seq_len / (self.tokens_per_s_per_gpu * self.n_gpus)
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return self.family == "moe"
 
     @property
     def is_16bit(self) -> bool:
