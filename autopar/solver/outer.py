@@ -203,7 +203,7 @@ class Estimates:
     def _can_fit(self, c: Candidate) -> bool:
         """Whether the state of the parameters alone leaves a chance: the fullest rank has at least the average."""
         d = c.degrees
-        return self.frame.state / (d.pp * d.tp * shards(c)) <= self.frame.budget
+        return self.frame.state / (d.pp * d.tp * max(shards(c), d.experts * d.cp)) <= self.frame.budget
 
     def _least(self, cp: int, tp: int, experts: int) -> float:
         """Seconds that no candidate of a replica beats, known from those that have been solved: an operator that is

@@ -6,7 +6,9 @@ that a layout gives: `rule_harness` cannot cut them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from rule_harness import MESHES, REDUCTIONS, gather, same, scatter
 from torch import Tensor, fx
 
 from autopar.ops.experts import MAKE_ROWS, TAKE_ROWS, group_of
-from autopar.passes.collectives import emit_exchange
+from autopar.passes.collectives import emit_exchange, emit_step
 from autopar.runtime.simulate import Traffic, run_ranks
 from autopar.sharding import rule as rules
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
@@ -106,16 +108,17 @@ def agrees(pieces: Sequence[Tensor], layout: Layout, mesh: Mesh, expected: Tenso
     return True
 
 
+@pytest.mark.parametrize("inward", ["", "e"], ids=["outward", "inward"])
 @pytest.mark.parametrize("samples", [SAMPLES, WEIGHTED], ids=["plain", "weighted"])
-def test_shards_compute_the_whole(samples: dict[Any, Any]) -> None:
+def test_shards_compute_the_whole(samples: dict[Any, Any], inward: str) -> None:
     for target, make in samples.items():
         torch.manual_seed(0)
         args = make()
         expected = target(*args)
         call, operands = rules.op_call(target, args, {}, [spec_of(expected)], spec_of)
-        rule = rule_for(call)
-        assert rule is not None
-        split = set()
+        found = rule_for(call)
+        assert found is not None
+        rule, split = replace(found, inward=frozenset(inward)), set()
         for mesh in MESHES:
             for strategy in rules.strategies(rule, mesh):
                 ins, outs = rules.layouts(rule, strategy, mesh)
@@ -162,6 +165,40 @@ def test_ranks_exchange_rows(experts: tuple[str, ...], tokens: tuple[str, ...], 
     for (piece,), expected in zip(found, cut(whole, target, mesh), strict=True):
         assert torch.equal(piece, expected)
     assert traffic.count == {("all_to_all", step.axis): 1}
+
+
+def test_axes_leave_the_tokens_from_the_innermost_on() -> None:
+    """Whatever splits the tokens comes to split the experts, an all-to-all an axis, if experts are nested the other way
+    round; nested as in the mesh there is no way."""
+    mesh, shape = Mesh((("dp", 2), ("dp_expert", 2), ("tp", 2))), (EXPERTS, 8, WIDTH)
+    tokens = Layout(((), ("dp", "dp_expert", "tp"), ()))
+    steps = redistribution(tokens, Layout((("tp", "dp_expert"), ("dp",), ())), mesh, shape, 8, (0, 1))
+    assert steps is not None
+    assert [(step.kind, step.axis) for step in steps] == [("all_to_all", "tp"), ("all_to_all", "dp_expert")]
+    assert redistribution(tokens, Layout((("dp_expert", "tp"), ("dp",), ())), mesh, shape, 8, (0, 1)) is None
+
+
+def test_rows_of_any_number_are_split_and_gathered_by_their_last_dim() -> None:
+    """Of what is declared with its mean, [E, C, H], a rank has [1, P, H]."""
+    mesh, declared, whole = MESHES[2], (EXPERTS, TOKENS // GROUP, WIDTH), rows(WIDTH)
+    assert whole.shape[1] != math.prod(declared[:2])
+    apart, together = Layout(((), (), ("a",))), Layout(((), (), ()))
+    pieces = [[t, torch.tensor(mesh.coordinates(r))] for r, t in enumerate(cut(whole, together, mesh))]
+    for source, target in ((together, apart), (apart, together)):
+        graph = fx.Graph()
+        given, coordinates = (graph.placeholder(name) for name in ("rows", "coordinates"))
+
+        def emit(op: Any, *args: Any, to: fx.Graph = graph) -> fx.Node:
+            return to.call_function(op, args)
+
+        (step,) = redistribution(source, target, mesh, declared, 8, (0, 1)) or ()
+        at = mesh.names.index(step.axis)
+        coordinate = emit(torch.ops.aten.slice.Tensor, coordinates, 0, at, at + 1)
+        graph.output((emit_step(emit, given, step, mesh, declared, lambda axis, c=coordinate: c, routed=True),))
+        found = run_ranks(fx.GraphModule(torch.nn.Module(), graph), pieces, mesh, Traffic())
+        for (piece,), expected in zip(found, cut(whole, target, mesh), strict=True):
+            assert torch.equal(piece, expected)
+        pieces = [[piece, pieces[r][1]] for r, (piece,) in enumerate(found)]
 
 
 def test_rows_are_not_gathered_or_cut() -> None:
