@@ -83,7 +83,19 @@ def test_what_is_claimed_holds(seed: int) -> None:
     assert len(kept) == len(found.hints) >= 1
     assert answers[kept] is False
     assert all(answers[kept - {c}] for c in kept)
-    assert not monotone or len(asked) <= 1 + len(everything) + len(kept)
+    assert not monotone or len(asked) <= 2 + len(everything) + len(kept)
+
+
+def test_a_hint_that_is_wrong_by_itself_is_found_at_once() -> None:
+    """A memory limit that nothing fits into: one question with no hints, one with the limit alone."""
+    asked = []
+
+    def feasible(hints: Hints) -> bool:
+        asked.append(hints)
+        return hints.memory_limit is None
+
+    assert conflict(MANY, feasible) == Conflict(("memory_limit='20GiB'",), True)
+    assert asked == [Hints(), Hints(memory_limit="20GiB")]
 
 
 def test_no_plan_without_hints_either() -> None:

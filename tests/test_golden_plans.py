@@ -251,7 +251,7 @@ DISAGREED = {
     "NVIDIA's 8B on 8": "16.3 s, published 12.91: activations of 49 GiB a sequence where theirs are a third less, so "
     "that operators are recomputed (1 s); 1.2 s of exchanges over cp are exposed; gradients of 32 micro-batches are "
     "added up beside the products (1 s), not in them",
-    "NVIDIA's 70B on 64": "20.6 s, published 14.72: 5.3 s of exchanges over tp and cp are exposed, which NVIDIA runs "
+    "NVIDIA's 70B on 64": "20.5 s, published 14.72: 5.3 s of exchanges over tp and cp are exposed, which NVIDIA runs "
     "beside the products; gradients of 64 micro-batches are added up beside the products (1.1 s), not in them",
     "NVIDIA's 405B on 1024": "27.7 s, published 19.84: 7.0 s of exchanges over tp and cp are exposed, 64 micro-batches "
     "are added up as in the 70B, and it fits only with selective recomputation, which repeats exchanges too",
@@ -369,11 +369,9 @@ def test_slow_network_keeps_tp_inside_hosts() -> None:
     for each cut, and they overlap. So: pp 4 or 8, no data parallelism across hosts, tp at most 2, the ranks of a host;
     and at least three times as fast as tp 8.
 
-    Expected besides was that pp 4 with tp 2 inside hosts is within 15 % of what is found. It is not, and the planner is
-    right about what it can build: with dp 2 inside hosts each rank sends half of the micro-batches through its own NIC,
-    while both ranks of tp send all of every activation, 134 MB a step instead of 67 a rank. Megatron scatters such an
-    activation over tp before it is sent (arXiv:2104.04473, section 4.1), which a layout split by sequence at the cut
-    would do too; the integer program does not count what a cut costs."""
+    pp 4 with tp 2 inside hosts is within 15 % of what is found: its ranks send half of every activation each, split by
+    sequence at the cut, as Megatron scatters it over tp before it is sent (arXiv:2104.04473, section 4.1). With dp 2
+    inside hosts each rank sends half of the micro-batches, as much in all, but waits longer for the first of them."""
     model = llama(**{**SHAPES["8B"], "num_hidden_layers": 4})
     workload = Workload(global_batch=8, seq_len=2048, param_dtype="bfloat16")
 
@@ -383,9 +381,10 @@ def test_slow_network_keeps_tp_inside_hosts() -> None:
     plan = made()
     assert plan.degrees["tp"] <= 2 and plan.degrees["pp"] >= 4
     expert = made(Hints(pp=4, tp=2))
-    check_expert(plan, expert, gain=1.4)
-    assert plan.timing is not None and expert.timing is not None
-    assert (plan.degrees["dp"], plan.num_micro_batches, expert.num_micro_batches) == (2, 4, 8)
-    assert plan.timing.up == expert.timing.up  # a micro-batch takes as long to send, and there are half as many
+    check_expert(plan, expert)
+    data = made(Hints(pp=4, dp=2))
+    assert data.timing is not None and expert.timing is not None
+    assert (data.num_micro_batches, expert.num_micro_batches) == (4, 8)
+    assert expert.timing.up[0] < 0.6 * data.timing.up[0]  # a micro-batch of either is one sample
     assert made(Hints(tp=8)).step_time >= 3 * plan.step_time
     assert made(Hints(pp=1, tp=2, cp=1)).step_time >= 3 * plan.step_time

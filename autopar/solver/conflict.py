@@ -78,8 +78,9 @@ def conflict(
 ) -> Conflict:
     """An irreducible set of ``hints``, which together are known to leave no plan, by asking ``feasible`` about others.
 
-    Each hint is dropped in turn, and stays away if there is still no plan; until none is. No set is asked about twice,
-    and none after ``seconds``. Nothing is assumed of ``feasible``: what is claimed has been asked.
+    The hint that is dropped last is asked about alone, as a memory limit is often all that is wrong. Then each hint is
+    dropped in turn, and stays away if there is still no plan; until none is. No set is asked about twice, and none
+    after ``seconds``. Nothing is assumed of ``feasible``: what is claimed has been asked.
     """
     known: dict[tuple[Constraint, ...], bool] = {}
     kept, end = constraints(hints), clock() + seconds
@@ -94,7 +95,9 @@ def conflict(
 
     if (without := ask(())) is not True:
         return Conflict((), True) if without is False else Conflict(_texts(hints, kept), False)
-    again = True
+    if ask(kept[-1:]) is False:
+        kept = kept[-1:]
+    again = len(kept) > 1
     while again:
         again = False
         for one in kept:

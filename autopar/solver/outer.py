@@ -47,6 +47,10 @@ DEGREES_SOLVED, VARIANTS_SOLVED = 8, 8
 #: How many candidates of one degree are solved until one fits, and how many to find the one that needs least.
 TRIES, SMALLEST_SOLVED = 4, 16
 
+#: What is estimated to need this many times the memory that there is does not fit, however its operators are split:
+#: estimates are of the fastest way, and the leanest needs somewhat less.
+HOPELESS = 2.0
+
 #: Candidates that are estimated to take this much longer than the best plan so far are not solved.
 WORTH = 1.1
 
@@ -364,9 +368,9 @@ def least_memory(estimates: Estimates) -> Found | None:
     return min(small_plans(estimates), key=lambda f: f.needed, default=None)
 
 
-def small_plans(estimates: Estimates) -> Iterator[Found]:
-    """Plans of few bytes, of the candidates that are estimated to need the fewest. Which those are does not depend on
-    the budget, so that a limit that an error asks for is enough."""
+def small_plans(estimates: Estimates, most: float = math.inf) -> Iterator[Found]:
+    """Plans of few bytes, of the candidates that are estimated to need the fewest, and not more than ``most``. Which
+    those are does not depend on the budget, so that a limit that an error asks for is enough."""
     estimates = estimates.within(0.0)
     every = [e for preferred in (True, False) for e in estimates.all(preferred=preferred, hopeless=True)]
     # estimates do not tell apart what is small: gradients of micro-batches are added up beside one another, and kinds
@@ -375,7 +379,7 @@ def small_plans(estimates: Estimates) -> Iterator[Found]:
     for e in sorted(every, key=lambda e: e.memory):
         c = e.candidate
         smallest.setdefault((c.degrees, c.micro_batches == 1, c.zero == 3), e)
-    for e in itertools.islice(smallest.values(), SMALLEST_SOLVED):
+    for e in itertools.islice((e for e in smallest.values() if e.memory <= most), SMALLEST_SOLVED):
         task, c = task_of(estimates.frame, estimates, e), e.candidate
         _, solved = task.least_memory()
         if solved is not None:

@@ -28,7 +28,7 @@ from autopar.solver.candidates import Candidate, Limits, able_chunks, all_degree
 from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.estimate import Estimate
 from autopar.solver.microbatches import loss_place
-from autopar.solver.outer import CONTEXT_TOKENS, Estimates, Found, Frame, Solver, least_memory, small_plans
+from autopar.solver.outer import CONTEXT_TOKENS, HOPELESS, Estimates, Found, Frame, Solver, least_memory, small_plans
 from autopar.solver.parts import runs_in_parts, why_whole
 from autopar.solver.pipeline import hinted, units
 from autopar.solver.setting import Setting, is_sharded
@@ -76,7 +76,8 @@ def has_plan(captured: Captured, cluster: Cluster, workload: Workload, hints: Hi
     with progress() as line:
         try:
             frame = make_frame(captured, cluster, workload, hints, compiled)
-            return any(f.needed <= frame.budget for f in small_plans(Estimates(frame, line)))
+            small = small_plans(Estimates(frame, line), HOPELESS * frame.budget)
+            return any(f.needed <= frame.budget for f in small)
         except (HintError, InfeasibleError):
             return False
 
