@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from models import Case  # noqa: E402
 from plain_models import GRU, LSTM, MOBILENET, RECOMMENDER, RESNET50, UNET, VIT  # noqa: E402
-from zoo import ARCHITECTURES, MINILM, MIXTURES, REFUSED, SPLIT, minilm_folder, split_share  # noqa: E402
-from zoo_wide import WIDER  # noqa: E402
+from zoo import ARCHITECTURES, MINILM, MIXTURES, SPLIT, minilm_folder, split_share  # noqa: E402
+from zoo_wide import REFUSED, WIDER  # noqa: E402
 
 import autopar  # noqa: E402
 from autopar import Hints  # noqa: E402

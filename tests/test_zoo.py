@@ -17,7 +17,6 @@ from zoo import (
     ARCHITECTURES,
     GATED,
     MINILM,
-    REFUSED,
     SLIDING,
     SPLIT,
     WIDE,
@@ -26,7 +25,7 @@ from zoo import (
     packed_batch,
     split_share,
 )
-from zoo_wide import WIDER
+from zoo_wide import REFUSED, WIDER
 
 import autopar
 from autopar import Hints
@@ -263,11 +262,11 @@ def test_patterns_are_recognised_by_their_code() -> None:
         assert _pattern(other) is None
 
 
-def test_attention_sinks_are_refused() -> None:
-    """gpt-oss adds a learned sink to the softmax, which no operator has yet."""
-    (sinks,) = REFUSED
-    model, batch = sinks.make()
-    with pytest.raises(autopar.errors.CaptureError, match="attention sinks"):
+@pytest.mark.parametrize("architecture", REFUSED, ids=lambda a: a.name)
+def test_what_values_decide_is_refused(architecture: Architecture) -> None:
+    """The error names the operator and the module that look at values."""
+    model, batch = architecture.make()
+    with pytest.raises(autopar.errors.CaptureError, match=r"needs the value of a tensor, in module [a-z]+\."):
         capture_batch(model, (), batch)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from autopar.errors import CaptureError
 from autopar.ops.attention import attention
 from autopar.ops.draws import active_draws
+from autopar.ops.sinks import attention_with_sinks
 
 #: The names under which attention and mask functions are registered, by the model's own implementation.
 IMPLEMENTATION, LIKE_EAGER = "autopar", "autopar_like_eager"
@@ -139,24 +140,18 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: q [B, H, S, D], k and v [B, KV, T, D] -> ([B, S, H, D], None).
 
-    ``position_bias`` [B or 1, H, S, T] is added to the scores and may be learned.
+    ``position_bias`` [B or 1, H, S, T] is added to the scores and may be learned; ``s_aux`` [H] are the sinks of heads.
     """
-    if s_aux is not None:
-        raise CaptureError(
-            f"{type(module).__name__} uses attention sinks",
-            expected="attention without `s_aux`",
-            found="`s_aux` is set",
-            change="use another architecture: this one cannot be captured yet",
-        )
     if is_causal is None:
         # without a mask, written-out attention is never causal
         is_causal = not like_eager and getattr(module, "is_causal", True)
     key_mask, bias, causal, window = _masks(attention_mask, position_bias, bool(is_causal))
     causal = causal and query.shape[2] > 1
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    spread = like_eager or position_bias is not None  # "sdpa" too adds a large negative number to a position bias
+    # "sdpa" too adds a large negative number to a position bias; beside a sink all such numbers are nothing
+    spread = s_aux is None and (like_eager or position_bias is not None)
     draws = _draws(query, key, dropout)
-    out, _ = attention(
+    arguments = (
         query,
         key,
         value,
@@ -171,6 +166,7 @@ def attention_forward(
         dropout,
         *draws[2:],
     )
+    out = attention(*arguments)[0] if s_aux is None else attention_with_sinks(s_aux, *arguments)
     return out.transpose(1, 2), None
 
 

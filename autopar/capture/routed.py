@@ -17,9 +17,8 @@ aten = torch.ops.aten
 #: Besides pointwise operators: those that look at the last dim alone, given the dim's place among their arguments.
 _ALONG = {aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.cat.default: 1, aten.slice.Tensor: 1}
 _SAME = frozenset({aten.clone.default, aten.detach.default, aten.alias.default})
-_POINTWISE = _SAME | {aten._to_copy.default}
-
 ops = torch.ops.autopar
+_POINTWISE = _SAME | {aten._to_copy.default, ops.put_into_zeros.default}
 #: Operators that read the weights of experts, as their second argument, and those that make the gradients of them.
 _READ_WEIGHTS = frozenset({ops.grouped_mm.default, ops.grouped_bias.default})
 _MAKE_GRADIENTS = frozenset({ops.grouped_outer.default, ops.grouped_sum.default})
@@ -39,6 +38,7 @@ def mark_routed(graph: fx.Graph) -> None:
         if node.target in MAKE_ROWS | TAKE_ROWS:
             routers.add(_index(node))
         elif given:
+            _forget_sizes(node)
             others = [arg for arg in node.all_input_nodes if arg not in rows]
             if node.op == "output" or not _keeps(node) or not all(map(_fits, others)):
                 raise _refused(node, str(node.target))
@@ -48,6 +48,14 @@ def mark_routed(graph: fx.Graph) -> None:
             (rows[node],) = routers
     for node in rows:
         node.meta[ROUTED] = True
+
+
+def _forget_sizes(node: fx.Node) -> None:
+    """Let the gradient of a slice of the last dim ask for no other dim's size."""
+    if node.target is aten.slice_backward.default:
+        grad, sizes, dim, *bounds = node.args
+        if dim in (-1, len(sizes) - 1):  # type: ignore[arg-type]
+            node.target, node.args = ops.put_into_zeros.default, (grad, sizes[-1], *bounds)  # type: ignore[index]
 
 
 def _refused(node: fx.Node, found: str) -> CaptureError:

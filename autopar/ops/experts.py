@@ -223,6 +223,20 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_rows, None, of_weights, None, None
 
 
+@torch.library.custom_op("autopar::put_into_zeros", mutates_args=())
+def put_into_zeros(x: Tensor, size: int, start: int, end: int, step: int) -> Tensor:
+    """Zeros of the shape of ``x`` but for a last dim of ``size``, with ``x`` in ``[start:end:step]`` of it: the
+    gradient of such a slice, as ``aten.slice_backward``, without the sizes of other dims, which rows do not have."""
+    out = x.new_zeros((*x.shape[:-1], size))
+    out[..., start:end:step] = x
+    return out
+
+
+@put_into_zeros.register_fake
+def _(x: Tensor, size: int, start: int, end: int, step: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], size))
+
+
 def _mm_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 

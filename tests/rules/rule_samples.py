@@ -811,3 +811,10 @@ def delta_rule(d: Draw, target: Any) -> Call:
 def delta_rule_backward(d: Draw, target: Any) -> Call:
     q, k, v, *rest = _delta(d)
     return (d.real(v.shape), q, k, v, *rest), {}
+
+
+@sample(own.put_into_zeros.default)
+def put_into_zeros(d: Draw, target: Any) -> Call:
+    size, start, step = d.pick([4, 5]), d.pick([0, 1]), d.pick([1, 2])
+    kept = len(range(start, size, step))
+    return (d.real([*d.shape(1, 2), kept]), size, start, size, step), {}

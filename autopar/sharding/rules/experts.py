@@ -14,7 +14,7 @@ import torch
 
 import autopar.ops.experts  # noqa: F401  defines the operators
 from autopar.sharding.rule import Arg, Local, OpCall, Rule, rule
-from autopar.sharding.rules.common import aten, linear_args, once, start_of
+from autopar.sharding.rules.common import aten, linear_args, names, once, start_of
 from autopar.sharding.rules.registry import register
 
 
@@ -83,6 +83,13 @@ def combine_weights_backward(call: OpCall) -> Rule:
     """(grad, rows, index, experts, group) -> [T, K]"""
     annotation = "(c g) h, e c h, (c g) _ -> (c g) _"
     return _rule(call, annotation, index=2, experts=3, reduced="eh", linear=[(0,), (1,)])
+
+
+@register(torch.ops.autopar.put_into_zeros.default)
+def put_into_zeros(call: OpCall) -> Rule:
+    """(x, size, start, end, step)"""
+    dims = " ".join(names[0] for names in names("d", len(call.operands[0].shape) - 1))
+    return rule(call, f"{dims} _ -> {dims} _", linear=linear_args(call, (0,)))
 
 
 @register(torch.ops.autopar.grouped_mm.default)
