@@ -258,6 +258,15 @@ def test_what_a_source_leaves_open_is_tried(rows: dict[str, Row]) -> None:
     assert family_of(rows["nemo-062"]).global_batch == 2048
 
 
+def test_utilisations_say_how_much_is_made_again(rows: dict[str, Row]) -> None:
+    """80 layers with an MFU of 0.38 and an HFU of 0.47: 3 x (0.47 / 0.38 - 1) = 0.71 of the forward, 57 layers; with
+    0.55 and 0.74 all of it; without either a half and all are tried."""
+    found = [configurations(row, family_of(row)) for row in (rows["fms-08"], rows["fms-07"])]
+    assert [[c.recompute for c in choices] for choices in found] == [["full:57"], ["full"]]
+    silent = _changed(rows["fms-08"], hfu=None)
+    assert [c.recompute for c in configurations(silent, family_of(silent))] == ["full:40", "full"]
+
+
 def test_mechanisms_are_named_with_the_families_that_have_them(rows: dict[str, Row]) -> None:
     """A plan with ZeRO-3 and cp 2 where tp 8, pp 8 and interleaving were published: MosaicML has the one, dgxc the
     other; a degree that nobody has is supported by nobody; what both plans have is no difference."""

@@ -56,6 +56,8 @@ class Row:
     step_time_s: float | None
     tokens_per_s_per_gpu: float | None
     peak_mem_gib: float | None
+    mfu: float | None
+    hfu: float | None
     notes: str | None
     status: str
     rank_group: str | None
