@@ -161,7 +161,7 @@ MIXTURES = (
     _mixture("deepseek-v2", "DeepseekV2", **LATENT, topk_method="group_limited_greedy"),
     _mixture("deepseek-v3", "DeepseekV3", **LATENT),
     _mixture("glm4-moe", "Glm4Moe", **SPARSE, n_routed_experts=8, head_dim=8, first_k_dense_replace=1),
-    _mixture("gpt-oss", "GptOss", **SLIDING, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+    _mixture("gpt-oss", "GptOss", **SLIDING, head_dim=8, num_local_experts=8, num_experts_per_tok=4),
 )
 ENCODERS = (
     Architecture("bert", model("BertForMaskedLM", "Bert", **WIDE), masked_batch, "encoder"),
