@@ -30,8 +30,8 @@ _RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_vie
 _POINTWISE = frozenset({aten.mul.Scalar, aten.mul.Tensor, aten.div.Scalar, aten.div.Tensor, aten.neg.default})
 #: Operators by 1 that return what they are given.
 _BY_ONE = frozenset({aten.mul.Scalar, aten.mul.Tensor, aten.div.Scalar, aten.div.Tensor, aten.pow.Tensor_Scalar})
-#: Bytes of a result that may stay alive for another reader, whatever dies beside it: a page.
-_SMALL = 4096
+#: Bytes of a result that may stay alive for another reader, whatever dies beside it: a few numbers.
+_SMALL = 64
 
 
 def lower(graph: fx.Graph, inputs: Sequence[Any]) -> None:
@@ -58,12 +58,12 @@ def _has_number(node: fx.Node) -> bool:
 
 
 def _views(shaped: Shaped) -> None:
-    """A reshape of a reshape is one; one that changes nothing is none."""
+    """A reshape of a reshape is one, unless the first copies for others too; one that changes nothing is none."""
     for node in shaped.calls():
         if node.target not in _RESHAPES:
             continue
         source: Any = node.args[0]
-        while source.target in _RESHAPES:
+        while source.target in _RESHAPES and (len(source.users) == 1 or not _copies(shaped, source)):
             source = source.args[0]
         node.args = (source, *node.args[1:])
         if shaped.alike(source, node):
@@ -95,12 +95,13 @@ class _Uses:
         self._shaped, self._readers = shaped, shaped.readers()
         self._place = {node: i for i, node in enumerate(shaped.graph.nodes)}
 
-    def freed(self, node: fx.Node, since: int) -> int:
-        """Bytes of what the graph has made and nobody reads after place ``since`` but ``node``, as an operand."""
+    def freed(self, node: fx.Node, since: int, given: bool) -> int:
+        """Bytes of the operands of ``node`` that nobody else reads after place ``since``; ``given`` those as well that
+        the graph has not made."""
         found = dict[int, int]()
         for arg in node.all_input_nodes:
             t = self._shaped.tensor(arg)
-            if t is None or arg.op != "call_function":
+            if t is None or (arg.op == "placeholder" and not given):
                 continue
             readers = [i for i in self._readers[storage_key(t)] if i > since]
             if not readers or readers == [self._place[node]]:
@@ -125,7 +126,8 @@ def _repeated(shaped: Shaped) -> None:
         first = seen.setdefault(key, node)
         if first is node:
             continue
-        if not _copies(shaped, node) or shaped.values[node].nbytes <= max(_SMALL, uses.freed(node, uses.place(first))):
+        dies = uses.freed(node, uses.place(first), given=False)
+        if not _copies(shaped, node) or shaped.values[node].nbytes <= max(_SMALL, dies):
             shaped.replace(node, first)
         else:
             seen[key] = node
@@ -252,7 +254,8 @@ def _may_wait(shaped: Shaped, uses: _Uses, node: fx.Node, product: fx.Node) -> b
     following = product.next
     while following.target in VIEWS:
         following = following.next
-    return following is node or uses.freed(product, uses.place(product)) <= shaped.values[product].nbytes
+    held = uses.freed(product, uses.place(product), given=True)
+    return following is node or held <= shaped.values[product].nbytes
 
 
 def _product_of(shaped: Shaped, value: Any) -> fx.Node | None:
