@@ -39,8 +39,8 @@ from autopar.workload import Workload
 GAP_SPACE = (
     f"all meshes pp x dp x cp x tp (tp within the fast links of a host, cp with {CONTEXT_TOKENS} tokens a rank or "
     "more, unless hinted or nothing else fits), kinds of ZeRO, micro-batches and schedules; batch over dp, sequence "
-    "over cp; matrix products and attention split on every axis, weights over tp; others follow an operand; equal "
-    "blocks alike"
+    "over cp, experts over tp, cp and none, a host's or as many as can be of the ranks of dp; matrix products and "
+    "attention split on every axis, weights over tp; others follow an operand; equal blocks alike"
 )
 
 #: Of what did not fit, how much the plan says.
