@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,10 +143,13 @@ def build(shape: Shape) -> nn.Module:
         if _kind(shape) == "Gpt":
             names = ("layers", "hidden", "ffn", "heads", "vocab", "positions", "tied", "dropout")
             return Gpt(**{name: getattr(shape, name) for name in names})
-        return _transformers_model(shape)
+        model = _transformers_model(shape)
+    # a loss of their own: that of transformers would do without long sequences' logits, which frameworks all make
+    model.loss_function = functools.partial(model.loss_function)
+    return model
 
 
-def _transformers_model(shape: Shape) -> nn.Module:
+def _transformers_model(shape: Shape) -> Any:
     import transformers
 
     common = {"vocab_size": shape.vocab, "tie_word_embeddings": shape.tied, "use_cache": False}
@@ -172,7 +176,7 @@ def _transformers_model(shape: Shape) -> nn.Module:
     return transformers.Starcoder2ForCausalLM(config)
 
 
-def _mixture_model(mixture: Mixture, sizes: dict[str, Any], head_dim: int | None) -> nn.Module:
+def _mixture_model(mixture: Mixture, sizes: dict[str, Any], head_dim: int | None) -> Any:
     """A mixture of experts: DeepSeek-V3's, Qwen2's where experts are shared, else Qwen3's."""
     import transformers
 
