@@ -199,6 +199,8 @@ def test_frameworks_overlap_what_they_say(rows: dict[str, Row]) -> None:
     assert seconds(False, False) == pytest.approx(4 + 2 * (2 + 1 + 3) + 9 + 0.5)
     assert seconds(True, False) == pytest.approx(4 + 2 * (2 + 0.25 + 3) + 9 + 0.5)
     assert seconds(False, True) == pytest.approx((4 - 2) + 2 * (2 + 1 + 3) + (9 - 3) + 0.5)
+    timing = replace(timing, overlap_rate=0.8)  # what is hidden slows down by a fifth of its seconds
+    assert seconds(True, False) == pytest.approx(4 + 2 * (2 + 0.25 + 0.75 * 0.2 + 3) + 9 + 0.5)
 
 
 def test_what_stages_send_is_waited_for_without_overlap(rows: dict[str, Row]) -> None:

@@ -3,7 +3,8 @@
 What a framework does otherwise than autopar's runtime is put into the timing of the plan before it is simulated:
 
 * with tensor or context parallelism overlapped, a collective over that axis is cut into as many pieces as there are
-  ranks, of which one is exposed (the others travel beside the products or the attention that make or use them);
+  ranks, of which one is exposed (the others travel beside the products or the attention that make or use them, which
+  they slow down, `Device.overlap_rate`);
 * with data parallelism overlapped, what is gathered first and reduced last in a step hides behind the first forward and
   the last backward, but for that of the last buckets;
 * without overlap between pipeline stages what travels between them is waited for after every action: what the stage
@@ -196,16 +197,17 @@ def as_run(timing: Timing, running: Running, c: Configuration) -> Timing:
     """The timing with a framework's overlap; see the module."""
     programs = list(timing.programs)
     cut = {TENSOR_AXIS: c.tp if running.tp_overlap else 1, CONTEXT_AXIS: c.cp if running.cp_overlap else 1}
-    programs = [_scaled(p, lambda task: 1 / cut.get(task.stream, 1)) for p in programs]
+    slowed = 1 - timing.overlap_rate
+    programs = [_scaled(p, lambda task: _felt(1 / cut.get(task.stream, 1), slowed)) for p in programs]
     if running.fused_accumulation:
         programs = [_scaled(p, lambda task: float(task.kind != ACCUMULATE)) for p in programs]
     if running.dp_overlap:
         for kind, beside in ((END, "B"),) if running.owners else ((BEGIN, "F"), (END, "B")):
             for stage, place in enumerate(timing.actions.get(kind, ())):
                 hidden = _compute(programs[timing.actions[beside if beside in timing.actions else "I"][stage]])
-                programs[place] = _hidden(programs[place], hidden * c.chunks)
+                programs[place] = _hidden(programs[place], hidden * c.chunks, slowed)
         for place in dict.fromkeys(timing.actions.get("B", ())):  # hybrid ZeRO reduces across its groups block by block
-            programs[place] = _hidden(programs[place], _compute(programs[place]), (REPLICATE_AXIS,))
+            programs[place] = _hidden(programs[place], _compute(programs[place]), slowed, (REPLICATE_AXIS,))
     parts = 1 if running.sequence_parallel else c.tp
     up, down = (tuple(seconds / parts for seconds in sent) for sent in (timing.up, timing.down))
     timing = replace(timing, programs=tuple(programs), up=up, down=down)
@@ -253,9 +255,15 @@ def _compute(program: Program) -> float:
     return sum(r.count * t.seconds for r in program for t in r.tasks if t.stream == COMPUTE)
 
 
-def _hidden(program: Program, beside: float, streams: Collection[str] = DATA_STREAMS) -> Program:
-    """A program whose collectives on ``streams`` have ``beside`` seconds of compute to hide behind; those of the last
-    buckets have not."""
+def _felt(share: float, slowed: float) -> float:
+    """What a collective takes of the time, of which a ``share`` is exposed and the rest slows compute down by so
+    much."""
+    return share + (1 - share) * slowed
+
+
+def _hidden(program: Program, beside: float, slowed: float, streams: Collection[str] = DATA_STREAMS) -> Program:
+    """A program whose collectives on ``streams`` have ``beside`` seconds of compute to hide behind, which they slow
+    down; those of the last buckets have not."""
     total = sum(r.count * t.seconds for r in program for t in r.tasks if t.stream in streams)
-    share = max(1 - beside / total, LAST_BUCKETS) if total > 0 else 1.0
+    share = _felt(max(1 - beside / total, LAST_BUCKETS) if total > 0 else 1.0, slowed)
     return _scaled(program, lambda task: share if task.stream in streams else 1.0)
