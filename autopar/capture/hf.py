@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import hf_attention, hf_experts
+from autopar.capture import hf_attention, hf_experts, hf_loss
 from autopar.capture.hf_scan import whole_scans
 from autopar.errors import WorkloadError
 
@@ -23,7 +23,7 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def prepare(model: nn.Module) -> None:
-    """Switch a (cloned) transformers model to our attention and experts, its caches and its own recomputation off.
+    """Switch a (cloned) transformers model to our attention, experts and losses, its caches and its own recomputation off.
 
     Gradient checkpointing inside the model would be traced into the graph and draw other dropout masks the second time;
     what is recomputed is the plan's decision.
@@ -36,6 +36,7 @@ def prepare(model: nn.Module) -> None:
             config.use_cache = False
     hf_attention.select(model)
     hf_experts.select(model)
+    hf_loss.select(model)
 
 
 def may_pack(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:

@@ -226,7 +226,7 @@ def ring_step(
         early = _merged(out[0], lse[0], found, torch.where(now.place.behind, found_lse, nothing))
         late = _merged(out[1], lse[1], found, torch.where(now.place.behind, nothing, found_lse))
     late = _merged(*late, *_run(now, now.late_with_early()))
-    return torch.stack([early[0], late[0]]), torch.stack([early[1], late[1]])
+    return torch.stack([early[0], late[0]]).contiguous(), torch.stack([early[1], late[1]]).contiguous()
 
 
 @ring_step.register_fake

@@ -26,6 +26,7 @@ from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operator, Operators, Value, own_factors
 from autopar.sharding.rule import Choice, Strategy, choices, is_valid
 from autopar.sharding.rules.attention import RING
+from autopar.sharding.rules.vocabulary import WORDS
 
 aten = torch.ops.aten
 
@@ -38,8 +39,8 @@ BYTES_WORTH_NAMING = 0.01
 # Of two meanings that meet in one class the earlier is kept: a residual stream cut into heads is split by heads.
 _PRECEDENCE = ("sequence", "heads", "head features", "vocabulary", "hidden", "experts")
 
-#: The word for `RING`, of which no dim knows.
-_AS_A_RING = "sequence as a ring"
+#: The words for factors of which no dim knows.
+_JOINT = {RING: "sequence as a ring", WORDS: "vocabulary"}
 
 _Member = tuple[object, int | str]  # (Value, dim) or (node, factor)
 
@@ -146,7 +147,7 @@ def factor_words(captured: Captured, operators: Operators) -> dict[tuple[fx.Node
         batch = operators.batch_factors[op.node]
         for factor, size in op.rule.sizes.items():
             meaning = "batch" if factor in batch else known.get(classes[op.node, factor])
-            words[op.node, factor] = _AS_A_RING if factor == RING else meaning or f"dim of {size}"
+            words[op.node, factor] = _JOINT.get(factor) or meaning or f"dim of {size}"
     return words
 
 
@@ -160,7 +161,7 @@ def _words(captured: Captured, operators: Operators) -> dict[tuple[fx.Node, str]
         for factor in op.rule.sizes:
             batch = factor in operators.batch_factors[op.node]
             meaning = "batch" if batch else known.get(classes[op.node, factor])
-            words[op.node, factor] = _AS_A_RING if factor == RING else meaning or _plain(op, factor, features[op.node])
+            words[op.node, factor] = _JOINT.get(factor) or meaning or _plain(op, factor, features[op.node])
     return words
 
 

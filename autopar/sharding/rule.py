@@ -100,7 +100,8 @@ class Local:
 
 @dataclass(frozen=True)
 class Hop:
-    """One message that every rank sends to another one of ``axis``, of ``nbytes`` bytes of the whole batch. It travels
+    """One message that every rank sends to another one of ``axis``, or a collective of another ``kind``, of ``nbytes``
+    bytes of the whole batch (`cost_model.communication`'s X). It travels
     beside the part in place ``beside`` of the operator's work, with None beside nothing. Where it is only for one of
     the results, ``result`` is the place of that."""
 
@@ -108,20 +109,21 @@ class Hop:
     nbytes: int
     beside: int | None
     result: int | None = None
+    kind: str = "p2p"
 
 
 @dataclass(frozen=True)
 class Passing:
-    """What ranks send each other while they compute attention, in ``parts`` that are alike. Of what `work_share` says a
-    rank computes ``share``: less where what nobody needs is left out. In each part, of so many ``kernels``, its
-    ``queries`` meet keys, in products of so many ``keys``."""
+    """What ranks send each other while they compute an operator, in ``parts`` that are alike. Of what `work_share` says
+    a rank computes ``share``: less where what nobody needs is left out. Of attention, in each part, of so many
+    ``kernels``, its ``queries`` meet keys, in products of so many ``keys``."""
 
     parts: int
     hops: tuple[Hop, ...]
-    share: float
-    kernels: int
-    queries: int
-    keys: int
+    share: float = 1.0
+    kernels: int = 1
+    queries: int = 0
+    keys: int = 0
 
 
 Localize = Callable[[Local], Any]
@@ -168,6 +170,8 @@ def rule(
     sizes: Mapping[str, int] | None = None,
     linear: Sequence[Sequence[int]] = (),
     localize: Localize | None = None,
+    joint: Mapping[str, tuple[str, ...]] | None = None,
+    passing: Callable[[Strategy, Mesh], Passing | None] = lambda strategy, mesh: None,
 ) -> Rule:
     """Build the rule of ``call`` from an annotation (see the module's docstring).
 
@@ -176,8 +180,9 @@ def rule(
     """
     operands, results = _parse(annotation)
     return make_rule(
-        call, operands, results, reduced=reduced, fixed=fixed, sizes=sizes, linear=linear, localize=localize
-    )
+        call, operands, results, reduced=reduced, fixed=fixed, sizes=sizes, linear=linear, localize=localize,
+        joint=joint, passing=passing,
+    )  # fmt: skip
 
 
 def make_rule(

@@ -145,7 +145,7 @@ class _Reader:
             part = None if hop.beside is None else (hop.beside, passing.parts)
             nbytes = hop.nbytes // times
             self.found.append(
-                Issue("p2p", hop.axis, "activations", nbytes, times, stage, phase, op.node, again, part=part)
+                Issue(hop.kind, hop.axis, "activations", nbytes, times, stage, phase, op.node, again, part=part)
             )
 
     def _is_read(self, value: Value) -> bool:
@@ -235,6 +235,7 @@ def _purpose(transfer: Transfer, reader: Pieces) -> str:
         if transfer.source.partial
         and transfer.backward
         and not transfer.target.partial
+        and not reader.operators.batch_dims[transfer.value]  # what carries the batch is no sum over it, but of experts
         and any(axis in BATCH_AXES for axis, _ in transfer.source.partial)
         else "activations"
     )

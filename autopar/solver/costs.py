@@ -158,7 +158,7 @@ class Prices:
         beside compute slows that down as long as it takes, as `cost_model.simulate` has it."""
         alone, beside = 0.0, [0.0] * passing.parts
         for hop in passing.hops:
-            took = self.collective_seconds("p2p", hop.axis, hop.nbytes // parts)
+            took = self.collective_seconds(hop.kind, hop.axis, hop.nbytes // parts)
             if hop.beside is None:
                 alone += took
             else:

@@ -125,9 +125,11 @@ def emitted(rule: rules.Rule, call: rules.OpCall, strategy: rules.Strategy, mesh
     found = simulate.run_ranks(fx.GraphModule(torch.nn.Module(), graph), given, mesh, traffic)
     passing = rule.passing(strategy, mesh)
     assert passing is not None
-    for axis in mesh.names:
-        told = [hop.nbytes for hop in passing.hops if hop.axis == axis]
-        assert (traffic.count["p2p", axis], traffic.bytes["p2p", axis]) == (len(told), sum(told)), (axis, told)
+    told = {(hop.kind, hop.axis) for hop in passing.hops}
+    assert told == set(traffic.count)
+    for kind, axis in told:
+        sent = [hop.nbytes for hop in passing.hops if (hop.kind, hop.axis) == (kind, axis)]
+        assert (traffic.count[kind, axis], traffic.bytes[kind, axis]) == (len(sent), sum(sent)), (kind, axis, sent)
     return found
 
 

@@ -19,6 +19,7 @@ import autopar.ops.delta
 import autopar.ops.dropout
 import autopar.ops.scan
 import autopar.ops.uniform
+import autopar.ops.vocabulary
 
 aten, own = torch.ops.aten, torch.ops.autopar
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -773,6 +774,19 @@ def attention_bias_backward(d: Draw, target: Any) -> Call:
     bias = d.real([d.pick([n, 1]) for n in q.shape[:3]] + [k.shape[2]])
     out, lse = autopar.ops.attention.attention(q, k, v, key_mask, bias, *rest)
     return (grad, q, k, v, key_mask, bias, out, lse, *rest), {}
+
+
+@sample(own.token_scores.default)
+def token_scores(d: Draw, target: Any) -> Call:
+    batch, length, words = d.size(), d.size(), d.pick([8, 4, 3])
+    return (d.real([batch, length, 3]), d.real([words, 3]), d.whole([batch, length], -2, words), None), {}
+
+
+@sample(own.token_scores_backward.default)
+def token_scores_backward(d: Draw, target: Any) -> Call:
+    args = token_scores(d, target)[0]
+    lse, _ = own.token_scores(*args)
+    return (d.real(lse.shape), d.real(lse.shape), *args, lse), {}
 
 
 def _scan(d: Draw) -> tuple[Any, ...]:

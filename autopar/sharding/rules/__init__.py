@@ -17,6 +17,7 @@ from autopar.sharding.rules import (  # noqa: F401  importing a family registers
     scan,
     spatial,
     view,
+    vocabulary,
     window,
 )
 from autopar.sharding.rules.registry import register, registered, replicated_rule, rule_for

@@ -141,11 +141,13 @@ class _Writer:
 
     # -- balance ------------------------------------------------------------------------------------------------------
 
-    def balance(self, x: Any, shape: Sequence[int]) -> Any:
-        """A rank's piece [B, H, S/n, ...] of local ``shape`` as its early and its late chunk."""
-        half = shape[2] // 2
-        kept, given = (self.emit(aten.slice.Tensor, x, 2, i * half, (i + 1) * half) for i in (0, 1))
-        sent = self.send(self.emit(aten.contiguous.default, given), shape[0], self.mirror())
+    def balance(self, *names: str) -> Any:
+        """Operands side by side along their last dim, of a rank's piece [B, H, S/n, ...] the early and the late chunk.
+        """
+        rows, _, length, *_ = self.shape(names[0])
+        halves = [(0, length // 2), (length // 2, length)]
+        kept, given = (self.beside([self._cut(self.operands[name], 2, half) for name in names]) for half in halves)
+        sent = self.send(self.emit(aten.contiguous.default, given), rows, self.mirror())
         return self.emit(ops.ring_balance.default, kept, self.arrived(sent), self.starts, self.ring.extent[2])
 
     def unbalance(self, x: Any, rows: int) -> Any:
@@ -158,12 +160,16 @@ class _Writer:
         """``x`` with heads and sequence in each other's place."""
         return self.emit(aten.transpose.int, x, 1, 2)
 
-    def together(self, *names: str) -> tuple[Any, list[int]]:
-        """Operands side by side along their last dim, and their shape; balanced if the ring is."""
-        shapes = [self.shape(name) for name in names]
-        shape = [*shapes[0][:-1], sum(s[-1] for s in shapes)]
-        x = self.emit(aten.cat.default, [self.operands[name] for name in names], 3)
-        return (self.balance(x, shape) if self.ring.balanced else x), shape
+    def together(self, *names: str) -> Any:
+        """Operands side by side along their last dim; balanced if the ring is."""
+        return self.balance(*names) if self.ring.balanced else self.beside([self.operands[name] for name in names])
+
+    def beside(self, parts: Sequence[Any]) -> Any:
+        """Tensors [B, H, S, ...] side by side along their last dim."""
+        return parts[0] if len(parts) == 1 else self.emit(aten.cat.default, list(parts), 3)
+
+    def _cut(self, x: Any, dim: int, ends: tuple[int, int]) -> Any:
+        return self.emit(aten.slice.Tensor, x, dim, *ends)
 
     def home(self, x: Any, name: str) -> Any:
         """A result in its dtype and where it belongs."""
@@ -186,8 +192,8 @@ class _Writer:
         """[out, lse]."""
         q = self.operands["q"]
         if self.ring.balanced:
-            q = self.balance(q, self.shape("q"))
-        kv, _ = self.together("k", "v")
+            q = self.balance("q")
+        kv = self.together("k", "v")
         out, lse = None, None
         for step in range(self.ring.steps):
             sent = self.send(kv, self.rows(), self.onward()) if step < self.ring.steps - 1 else None
@@ -201,10 +207,9 @@ class _Writer:
         """[dq, dk, dv]."""
         q, grad_out, out, lse = (self.operands[name] for name in ("q", "grad_out", "out", "lse"))
         if self.ring.balanced:
-            whole, _ = self.together("q", "grad_out", "out")
-            q, grad_out, out = self._apart(whole, 4, "q", "grad_out", "out")
-            lse = self.balance(lse, self.shape("lse"))
-        kv, _ = self.together("k", "v")
+            q, grad_out, out = self._apart(self.balance("q", "grad_out", "out"), 4, "q", "grad_out", "out")
+            lse = self.balance("lse")
+        kv = self.together("k", "v")
         dq, passed, steps = None, None, self.ring.steps
         for step in range(steps):
             sent = self.send(kv, self.rows(), self.onward()) if step < steps - 1 else None
@@ -225,7 +230,7 @@ class _Writer:
         ends = [0]
         for name in names:
             ends.append(ends[-1] + self.shape(name)[-1])
-        return [self.emit(aten.slice.Tensor, x, dim, a, b) for a, b in itertools.pairwise(ends)]
+        return [self._cut(x, dim, pair) for pair in itertools.pairwise(ends)]
 
 
 def local_shape(call: OpCall, mesh: Mesh, arg: Arg, layout: Layout) -> list[int]:
