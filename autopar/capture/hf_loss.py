@@ -21,12 +21,12 @@ from autopar.ops.vocabulary import token_scores
 WHOLE_LOGITS_BYTES = 8 * 2**30
 
 
-def select(model: nn.Module) -> None:
+def select(model: Any) -> None:
     """Let the loss of a (cloned) causal language model do without large logits. Models with another loss, or a head
     that is no plain product, keep theirs."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    head = model.get_output_embeddings()
     if type(head) is not nn.Linear or getattr(head, "bias", None) is not None:
         return
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
