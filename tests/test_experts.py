@@ -22,6 +22,7 @@ from autopar.report.describe import describe_layers
 from autopar.runtime.reference import exact_float64
 from autopar.runtime.verify import compare
 from autopar.sharding.rule import layouts
+from autopar.solver.outer import ORDINARY
 from autopar.specialize import specialize
 
 INDEX = torch.tensor([[0, 1]] * 8)
@@ -52,6 +53,7 @@ SPREAD: dict[str, tuple[int, autopar.Hints]] = {
     "cp2-dp2-tp2": (8, autopar.Hints(dp=2, cp=2, tp=2, ep=8, pp=1)),
     "nowhere": (4, autopar.Hints(dp=2, tp=2, ep=1, zero=3, pp=1)),
 }
+WIDELY_TESTED = ("mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss")
 #: What runs a whole step: pipelines, micro-batches and recomputation.
 STEPS: dict[str, tuple[int, autopar.Hints]] = {
     "pp2-tp2": (4, autopar.Hints(pp=2, tp=2, micro_batch_size=2)),
@@ -225,8 +227,7 @@ def test_experts_over_a_part_of_dp() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [f for f in MIXTURES if f.name in ("mixtral", "qwen3-moe", "deepseek-v3")],
-                         ids=lambda f: f.name)  # fmt: skip
+@pytest.mark.parametrize("family", [f for f in MIXTURES if f.name in WIDELY_TESTED], ids=lambda f: f.name)
 @pytest.mark.parametrize("plan", SPREAD)
 def test_experts_over_axes_of_the_tokens(family: Architecture, plan: str) -> None:
     ranks, hints = SPREAD[plan]
@@ -269,8 +270,8 @@ def test_experts_that_cannot_be_spread_so(ranks: int, hints: autopar.Hints, foun
 @pytest.mark.slow
 def test_mixtral_on_64_gpus() -> None:
     """Expected before it was planned: NVIDIA runs Mixtral-8x7B on 64 H100 with tp 1, a pipeline of 4 and the 8 experts
-    over the 8 GPUs of a host (NeMo's recipe, 256 sequences of 4,096). The search finds nothing slower, keeps tp inside
-    an expert's matrices at 1, and has that recipe, or one like it with experts over a host, within 10 %."""
+    over the 8 GPUs of a host (NeMo's recipe, 256 sequences of 4,096). The search finds nothing slower, but for what it
+    gives for a plan that an ordinary loop runs, splits no matrix over tp, and has that recipe within 10 %."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(vocab_size=32000, num_local_experts=8, num_experts_per_tok=2, use_cache=False,
@@ -280,7 +281,7 @@ def test_mixtral_on_64_gpus() -> None:
     workload = autopar.Workload(global_batch=256, seq_len=4096)
     recipe = autopar.Hints(tp=1, cp=1, pp=4, ep=8, zero=1, micro_batch_size=1)
     found, theirs = (autopar.plan(model, "h100-sxm:8x8", workload=workload, hints=h) for h in (None, recipe))
-    assert found.step_time <= 1.001 * theirs.step_time and found.degrees["tp"] == 1
+    assert found.step_time <= (1 + ORDINARY) * theirs.step_time and found.degrees["tp"] == 1
     assert theirs.degrees["ep"] == theirs.expert_group_size == 8 and theirs.degrees["dp"] == 16
     assert theirs.step_time < 1.1 * found.step_time
     assert ("experts", "dp_expert") in next(layer.splits for layer in theirs.layers if layer.name.endswith("mlp"))
