@@ -49,8 +49,9 @@ def launch(
 ) -> None:
     """Print the torchrun command that runs a script on the devices of a plan, and run it.
 
-    Other options before -- are torchrun's; the exit code is its own. On several hosts run it on each. The script reads
-    the plan itself: autopar.parallelize(model, plan=autopar.Plan.load("plan.json")).
+    Other options before -- are torchrun's, and so is the exit code. On several
+    hosts run it on each. The script reads the plan itself:
+    autopar.parallelize(model, plan=autopar.Plan.load("plan.json")).
 
     \b
     autopar launch plan.json -- train.py --lr 1e-4

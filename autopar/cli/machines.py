@@ -58,7 +58,8 @@ def calibrate(
 ) -> None:
     """Measure this machine, matrix products, memory, attention and overheads, for a cluster.toml.
 
-    Under torchrun every collective between its processes is measured too, and rank 0 writes.
+    Under torchrun every collective between its processes is measured too, and
+    rank 0 writes.
 
     \b
     autopar calibrate -o here.toml

@@ -60,6 +60,8 @@ SearchSeconds = Annotated[
 ]
 HintsFile = Annotated[Path | None, typer.Option("--hints", help="A YAML file with the fields of autopar.Hints.")]
 
+#: Columns that a plan has at most, so that each is one line.
+LINE = 240
 #: Sequences that `verify` takes where nothing is said are as many as two micro-batches; they are at most so long.
 VERIFY_TOKENS = 64
 #: Bytes of parameters that `verify` holds, for each that the model has, on every simulated rank and in the model in one
@@ -133,7 +135,8 @@ def estimate(
         "chosen",
     )
     plans, where = (chosen, *found.alternatives), str(Cluster.from_dict(found.cluster))
-    text = rendered([(f"Plans of {found.model} on {where}, memory a device", plans_table(plans))])
+    title = f"Plans of {found.model} on {where}, memory a device"
+    text = rendered([(title, plans_table(plans))], LINE)
     show(as_json, text, {"model": found.model, "cluster": where, "plans": plans})
 
 
@@ -149,8 +152,10 @@ def verify(
 ) -> None:
     """Simulate every rank of a plan in this process and compare with the model in eager PyTorch.
 
-    The plan's degrees are shrunk to at most 2 and its decisions carried to MODEL, which may be a small one of the same
-    architecture. Weights beside its config are loaded; without them it is initialised. Ends with 1 if numbers differ.
+    The plan's degrees are shrunk to at most 2 and its decisions carried to
+    MODEL, which may be a small one of the same architecture. Weights beside
+    its config are loaded; without them it is initialised. Ends with 1 if
+    numbers differ.
 
     \b
     autopar verify llama-small/ plan.json

@@ -13,15 +13,15 @@ from rich.table import Table
 WIDTH = 100
 
 
-def rendered(sections: Iterable[tuple[str, RenderableType]]) -> str:
-    """Sections with their titles (or none) below each other, `WIDTH` columns wide, in plain text without colours."""
+def rendered(sections: Iterable[tuple[str, RenderableType]], width: int = WIDTH) -> str:
+    """Sections with their titles (or none) below each other, ``width`` columns wide, in plain text without colours."""
     shown = [
         Group(title, Padding(body, (0, 0, 1, 2))) if title else Padding(body, (0, 0, 1, 0)) for title, body in sections
     ]
     output = io.StringIO()
     console = Console(
         file=output,
-        width=WIDTH,
+        width=width,
         color_system=None,
         force_terminal=False,
         force_jupyter=False,
