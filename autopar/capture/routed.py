@@ -118,5 +118,5 @@ def _keeps_experts(node: fx.Node) -> bool:
         return False
     if node.target is aten.transpose.int:
         ndim = node.meta["val"].dim()
-        return all(dim % ndim for dim in node.args[1:])  # type: ignore[operator]
+        return all(dim % ndim for dim in node.args[1:])
     return node.target in _POINTWISE or node.target is aten.add.Tensor
