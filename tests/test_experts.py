@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from emitted_peaks import with_peak
 from test_compile import cut
 from test_distributed import ROOT, assert_all_ok, torchrun
 from torch import fx, nn
@@ -23,7 +24,7 @@ from autopar.runtime.reference import exact_float64
 from autopar.runtime.verify import compare
 from autopar.sharding.rule import layouts
 from autopar.solver.outer import ORDINARY
-from autopar.specialize import specialize
+from autopar.specialize import capture_batch, specialize
 
 INDEX = torch.tensor([[0, 1]] * 8)
 dispatch = torch.ops.autopar.dispatch.default
@@ -237,6 +238,17 @@ def test_experts_over_axes_of_the_tokens(family: Architecture, plan: str) -> Non
     special, report = verified(model, batch, ranks, hints)
     assert expert_pieces(special) == {hints.ep}
     assert report.flops_share < 1.25 / ranks, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp2-of-4-zero1", "dp4-zero3", "dp2-tp2", "dp4-ep4-zero1-micro-batches"])
+def test_estimated_memory_is_emitted(plan: str) -> None:
+    """With as many rows as are declared, the mean."""
+    ranks, hints = (SPREAD | STEPS)[plan]
+    model, batch = MIXTURES[2].make()
+    found = autopar.plan(model, f"cpu:{ranks}", hints=hints, example_inputs=batch)
+    exact = with_peak(found, model, (), batch, capture_batch(model, (), batch))
+    assert exact is not found and found.peak_memory == pytest.approx(exact.peak_memory, rel=0.02)
 
 
 @pytest.mark.slow

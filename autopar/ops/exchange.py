@@ -60,7 +60,8 @@ def exchange_sizes(index: Tensor, coordinate: Tensor, experts: int, n: int, to_e
 
 @exchange_sizes.register_fake
 def _(index: Tensor, coordinate: Tensor, experts: int, n: int, to_experts: bool) -> Tensor:
-    return torch.empty(2, n, dtype=torch.int64)
+    # of meta tensors no numbers are known either: uninitialised memory would look as if they were
+    return torch.empty(2, n, dtype=torch.int64, device="meta" if index.is_meta else "cpu")
 
 
 @torch.library.custom_op("autopar::exchange_pack", mutates_args=(), schema=f"(Tensor rows, {_CALL}) -> Tensor")
