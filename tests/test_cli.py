@@ -34,7 +34,7 @@ LLAMA = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
     "max_position_embeddings": 64,
 }  # fmt: skip
-#: The plan that most tests read is asked for so.
+#: Most plans here are asked for so.
 ASKED = ("plan", "llama", "--cluster", "cpu:4", "--batch", "8", "--seq", "16")
 MODELS = """\
 import torch
@@ -114,6 +114,7 @@ def write_files(folder: Path) -> None:
 
 HINTS = {
     "dp2_tp2": "# both are degrees\ndp: 2\ntp: 2\n",
+    "tp4": "tp: 4\n",
     "pp2": "pp: 2\nschedule: 1f1b\nmicro_batch_size: 2\n",
     "dp4": "tp: 1\ndp: 4\n",
     "unknown": "tp: 2\nzeor: 3\n",
@@ -140,7 +141,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = Path.cwd()
     os.chdir(made)
     try:
-        good(*ASKED, "-o", "plan.json", "--timeline", "step.json")
+        good(*ASKED, "--hints", "tp4.yaml", "-o", "plan.json", "--timeline", "step.json")
         good(*ASKED, "--hints", "dp2_tp2.yaml", "-o", "other.json")
         good("plan", "plain.json", "--cluster", "cpu:2", "--batch", "8", "--seq", "16", "--hints", "pp2.yaml",
              "-o", "pipeline.json")  # fmt: skip
@@ -249,22 +250,19 @@ def test_simulate(here: Path) -> None:
     assert Path("pipeline_step.json").read_text()
 
 
-def test_estimate_has_the_plan_and_those_that_lost(here: Path) -> None:
-    plan = Plan.load("plan.json")
-    data = good("estimate", *ASKED[1:], "--json").data
+def test_estimate_has_the_plan_and_those_that_lost_a_line_each(here: Path) -> None:
+    plan = Plan.load("mlp.json")
+    data = good("estimate", "models_here:mlp", "--cluster", "cpu:2", "--json").data
     chosen, *lost = data["plans"]
     assert (chosen["degrees"], chosen["zero"], chosen["recompute"]) == (plan.degrees, plan.zero, plan.recompute)
     assert (chosen["step_time"], chosen["peak_memory"]) == (plan.step_time, plan.peak_memory)
     assert chosen["reason"] == "chosen"
     assert lost and [p["reason"] for p in lost] == [a.reason for a in plan.alternatives]
     assert [p["step_time"] for p in lost] == [a.step_time for a in plan.alternatives]
-
-
-def test_estimate_is_a_line_a_plan(here: Path) -> None:
-    lines = good("estimate", "models_here:mlp", "--cluster", "cpu:2").out.splitlines()
-    plan = Plan.load("mlp.json")
-    assert "Sequential on cpu:1x2" in lines[0] and lines[1].split()[:2] == ["degrees", "storage"]
-    assert f"ZeRO {plan.zero}" in lines[2] and lines[2].endswith("chosen")
+    title, header, *lines = good("estimate", "models_here:mlp", "--cluster", "cpu:2").out.splitlines()
+    assert "Sequential on cpu:1x2" in title and header.split()[:2] == ["degrees", "storage"]
+    assert len(lines) == len(data["plans"]) and lines[0].endswith("chosen")
+    assert all(line.endswith(p["reason"]) for line, p in zip(lines[1:], lost, strict=True))
 
 
 def test_verify(here: Path) -> None:
