@@ -238,8 +238,9 @@ def test_the_peak_of_a_ring_is_estimated(recompute: str) -> None:
 @pytest.mark.slow
 def test_which_way_long_sequences_take() -> None:
     """Llama-3-8B's attention at 131,072 tokens on eight GPUs: heads and the ring, which leave out what causality hides,
-    take about as long; gathered keys, of which one rank needs all, nearly twice. Eight KV heads are all that ranks can
-    have, one each: over sixteen ranks only the ring is that fast."""
+    take about as long; with gathered keys, of which one rank needs all, attention takes nearly twice as long, which of
+    two layers with a head is a good quarter. Eight KV heads are all that ranks can have, one each: over sixteen ranks
+    only the ring is that fast."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -254,7 +255,7 @@ def test_which_way_long_sequences_take() -> None:
         return autopar.plan(model, f"h100-sxm:{max(1, cp // 8)}x8", workload=workload, hints=hints)
 
     heads, ring, gather = (planned(8, way).step_time for way in ("heads", "ring", "gather"))
-    assert abs(heads - ring) < 0.05 * ring and gather > 1.5 * ring
+    assert abs(heads - ring) < 0.05 * ring and gather > 1.25 * ring
     assert planned(8).step_time <= 1.001 * min(heads, ring)
     assert is_ring(planned(16))
     with pytest.raises(HintError, match="heads"):
