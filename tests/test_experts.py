@@ -299,7 +299,7 @@ def test_mixtral_on_64_gpus() -> None:
     assert ("experts", "dp_expert") in next(layer.splits for layer in theirs.layers if layer.name.endswith("mlp"))
 
 
-@pytest.mark.parametrize(("spread", "factor"), [(4, 1.5), (1, 1.0)])
+@pytest.mark.parametrize(("spread", "factor"), [(4, 1.5), pytest.param(1, 1.0, marks=pytest.mark.slow)])
 def test_the_busiest_rank_is_priced(spread: int, factor: float) -> None:
     """Of experts over four ranks the busiest has half as many rows again as the mean: it multiplies and exchanges as
     many more. Where every rank has all experts, each has the rows of its own tokens."""
