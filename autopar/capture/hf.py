@@ -23,7 +23,8 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def prepare(model: nn.Module) -> None:
-    """Switch a (cloned) transformers model to our attention, experts and losses, its caches and its own recomputation off.
+    """Switch a (cloned) transformers model to our attention, experts and losses, and its caches and its own
+    recomputation off.
 
     Gradient checkpointing inside the model would be traced into the graph and draw other dropout masks the second time;
     what is recomputed is the plan's decision.

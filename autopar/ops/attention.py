@@ -168,7 +168,8 @@ def attention_bias_backward(
 def _(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, bias: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (*(_empty_by_tokens(x, x.shape) for x in (q, k, v)), bias.new_empty(bias.shape))
+    dq, dk, dv = (_empty_by_tokens(x, x.shape) for x in (q, k, v))
+    return dq, dk, dv, bias.new_empty(bias.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -149,8 +149,8 @@ class _Reader:
             )
 
     def _is_read(self, value: Value) -> bool:
-        """Whether what the graph makes that makes a value first is read there, or kept for the backward: if the backward
-        makes it again, nobody may need it before."""
+        """Whether what the graph makes that makes a value first is read there, or kept for the backward: if the
+        backward makes it again, nobody may need it before."""
         made_again = value.node in self.held.operators
         readers = [self.operators.by_node[node] for node, _ in self.operators.consumers.get(value, ())]
         return any(not made_again or r.backward == self.operators.by_node[value.node].backward for r in readers)

@@ -253,7 +253,7 @@ def _life_of_stage(tape: Tape, found: Cut, part: StagePrograms, hidden: Mapping[
     saved, ends = part.saved, part.backward.outputs[: len(part.ends)]
 
     def alive(program: Program, kept: Iterable[int], ends: Iterable[int]) -> Moment:
-        return life(program, _kinds(tape, found, kept, ends) | hidden, TRANSIENTS)
+        return life(program, {**_kinds(tape, found, kept, ends), **hidden}, TRANSIENTS)
 
     def adding(program: Program, kept: Iterable[int]) -> Moment:
         others = [i for i in program.outputs if i not in part.ends]

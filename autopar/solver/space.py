@@ -454,9 +454,9 @@ class SpaceBuilder:
     def _may_run(self, op: Operator, strategy: Strategy) -> bool:
         """Whether pins let an operator take a strategy."""
         spread = self.pins.experts if op.is_heavy and op.rule.inward else None
-        if self.pins.attention and op.call.target in ATTENTION and CONTEXT_AXIS in self.mesh.names:
-            if strategy[self.mesh.names.index(CONTEXT_AXIS)].factor not in WAYS[self.pins.attention]:
-                return False
+        way = self.pins.attention if op.call.target in ATTENTION and CONTEXT_AXIS in self.mesh.names else None
+        if way and strategy[self.mesh.names.index(CONTEXT_AXIS)].factor not in WAYS[way]:
+            return False
         return spread in (None, self._spread(op, strategy)) and self.pins.operator(op.node, strategy)
 
     def _exchanges(self, op: Operator) -> bool:
