@@ -16,8 +16,8 @@ from autopar.errors import CaptureError
 
 def _states() -> dict[str, Any]:
     """The generators of numbers that are no tensors, by the module that has them."""
-    _, key, *place = tuple(np.random.get_state())
-    return {"random": random.getstate(), "numpy.random": (bytes(key), place)}
+    _, key, *place = np.random.get_state()
+    return {"random": random.getstate(), "numpy.random": (np.asarray(key).tobytes(), place)}
 
 
 @contextlib.contextmanager
