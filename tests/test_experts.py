@@ -237,7 +237,9 @@ def test_experts_over_axes_of_the_tokens(family: Architecture, plan: str) -> Non
         pytest.skip("it has four experts")
     special, report = verified(model, batch, ranks, hints)
     assert expert_pieces(special) == {hints.ep}
-    assert report.flops_share < 1.25 / ranks, report
+    # of four experts of eight one that all tokens ask for has twice the mean, and a rank may have that one alone
+    busiest = 2.0 if family.name == "gpt-oss" else 1.25
+    assert report.flops_share < busiest / ranks, report
 
 
 @pytest.mark.slow
