@@ -71,10 +71,10 @@ def _(x: Tensor, weight: Tensor, labels: Tensor, first: Tensor | None) -> tuple[
 
 @torch.library.custom_op(
     "autopar::token_scores_backward", mutates_args=(),
-    schema=f"(Tensor dlse, Tensor dscore, {_GIVEN}, Tensor lse) -> (Tensor dx, Tensor dweight)",
+    schema=f"({_GIVEN}, Tensor lse, Tensor dlse, Tensor dscore) -> (Tensor dx, Tensor dweight)",
 )  # fmt: skip
 def token_scores_backward(
-    dlse: Tensor, dscore: Tensor, x: Tensor, weight: Tensor, labels: Tensor, first: Tensor | None, lse: Tensor
+    x: Tensor, weight: Tensor, labels: Tensor, first: Tensor | None, lse: Tensor, dlse: Tensor, dscore: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `token_scores`, by its arguments and the ``lse`` over all words. Of a piece of the words that of x
     is a part of a sum. The gradient of the scores is rounded to x's dtype, as it would be behind a cast."""
@@ -93,7 +93,7 @@ def token_scores_backward(
 
 
 @token_scores_backward.register_fake
-def _(dlse: Tensor, dscore: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
@@ -102,7 +102,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, dlse: Tensor, dscore: Tensor) -> tuple[Tensor | None, ...]:
-    return (*token_scores_backward(dlse, dscore, *ctx.saved_tensors), None, None)
+    return (*token_scores_backward(*ctx.saved_tensors, dlse, dscore), None, None)
 
 
 token_scores.register_autograd(_backward, setup_context=_setup_context)
@@ -116,6 +116,6 @@ def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
 
 
 @register_flop_formula(torch.ops.autopar.token_scores_backward)
-def _backward_flops(_dlse: Any, _dscore: Any, x: Any, weight: Any, *_: Any, **__: Any) -> int:
+def _backward_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
     """The scores again, and two gradients."""
     return 3 * _flops(x, weight)

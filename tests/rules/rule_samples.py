@@ -786,7 +786,7 @@ def token_scores(d: Draw, target: Any) -> Call:
 def token_scores_backward(d: Draw, target: Any) -> Call:
     args = token_scores(d, target)[0]
     lse, _ = own.token_scores(*args)
-    return (d.real(lse.shape), d.real(lse.shape), *args, lse), {}
+    return (*args, lse, d.real(lse.shape), d.real(lse.shape)), {}
 
 
 def _scan(d: Draw) -> tuple[Any, ...]:

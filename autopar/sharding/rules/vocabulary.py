@@ -74,7 +74,7 @@ def token_scores(call: OpCall) -> Rule:
 def token_scores_backward(call: OpCall) -> Rule:
     return rule(
         call,
-        "b s, b s, b s _, v _, b s, b s -> b s _, v _",
+        "b s _, v _, b s, b s, b s, b s -> b s _, v _",
         reduced=dict.fromkeys(("b", "s", "v"), "sum"),
-        localize=lambda local: local.default(arg5=_first(local, 3)),
+        localize=lambda local: local.default(arg3=_first(local, 1)),
     )
