@@ -18,7 +18,7 @@ from autopar.passes.shaped import Shaped
 from autopar.passes.sums import base
 
 #: Operators with the one that writes over an operand, and the places of those that it may write over.
-_OVER: dict[OpOverload, tuple[OpOverload, tuple[int, ...]]] = {
+OVER: dict[OpOverload, tuple[OpOverload, tuple[int, ...]]] = {
     aten.add.Tensor: (aten.add_.Tensor, (0, 1)),
     aten.addcmul.default: (aten.addcmul_.default, (0,)),
     aten.addmm.default: (aten.addmm_.default, (0,)),
@@ -89,9 +89,9 @@ def reuse(shaped: Shaped) -> None:
     """Rewrite a graph in place."""
     lives = Lives(shaped.graph)
     for node in shaped.calls():
-        if node.target not in _OVER or node.kwargs:
+        if node.target not in OVER or node.kwargs:
             continue
-        target, places = _OVER[node.target]
+        target, places = OVER[node.target]
         place = _operand(shaped, lives, node, places)
         if place is None:
             continue

@@ -7,30 +7,42 @@ without a program (`solver.peaks`); this is what they are checked against.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from liveness import life
+from liveness import Life, life
 from torch import Tensor, fx, nn
 
 from autopar._compat import storage_key
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
+from autopar.passes.inplace import reuse
 from autopar.passes.partition import Program
 from autopar.passes.phases import Phase, Phases
 from autopar.passes.pipeline import Stage
+from autopar.passes.shaped import Shaped
 from autopar.passes.sums import keep_sums
 from autopar.plan import Plan
 from autopar.runtime.program import Emitted, StepProgram
-from autopar.sharding.operators import Value
+from autopar.sharding.operators import ROUTED, Value
 from autopar.solver.carry import keepings
 from autopar.solver.peaks import ACTIVATIONS, COPIES, GRADIENTS, TRANSIENTS, Moment, StageLife, fullest, of_ranks
 from autopar.solver.pipeline import Pipeline
 from autopar.solver.setting import Setting
 from autopar.specialize import specialize, specialize_step
 from autopar.workload import Workload
+
+
+def _life(graph: fx.Graph, given: Mapping[str, Any], entering: Mapping[str, str], leaving: Mapping[str, str]) -> Life:
+    """`liveness.life` of a graph as it runs: with results over operands that are of no use afterwards. No rows of
+    experts are there, whose graphs run as they are."""
+    run = copy.deepcopy(graph)
+    if not any(node.meta.get(ROUTED) for node in run.nodes):
+        reuse(Shaped(run, [given[node.name] for node in run.find_nodes(op="placeholder")]))
+    return life(run, given, entering, leaving)
 
 
 def with_peak(
@@ -107,7 +119,7 @@ def _run(
     nodes = phase.module.graph.output_node().args[0]
     assert isinstance(nodes, tuple)
     by_node = {n.name: leaving[name] for n, name in zip(nodes, phase.outputs, strict=True) if name in leaving}
-    found = life(phase.module.graph, values, entering, by_node)
+    found = _life(phase.module.graph, values, entering, by_node)
     values.update(zip(phase.outputs, found.outputs, strict=True))
     return found.peak
 
@@ -119,7 +131,7 @@ def _adding(
     places = [i for i, name in enumerate(phase.outputs) if name in ends]
     module = keep_sums(phase.module, (), places)
     sums = {f"sum_{i}": values[phase.outputs[i]] for i in places}
-    return life(module.graph, {**values, **sums}, entering, {}).peak
+    return _life(module.graph, {**values, **sums}, entering, {}).peak
 
 
 def _kinds(names: Collection[str], kind: str) -> dict[str, str]:
@@ -157,7 +169,7 @@ def _of_program(program: Program, given: Mapping[str, Tensor], optimizer: Moment
     if program.copies is None:
         yield from (optimizer, *_of_directions(program, given))
         return
-    made = life(program.copies.module.graph, given, {}, {})
+    made = _life(program.copies.module.graph, given, {}, {})
     yield made.peak
     given = {**given, **dict(zip(program.copies.outputs, made.outputs, strict=True))}
     copies = {storage_key(t): t.untyped_storage().nbytes() for t in made.outputs}
@@ -167,14 +179,14 @@ def _of_program(program: Program, given: Mapping[str, Tensor], optimizer: Moment
 
 def _of_directions(program: Program, given: Mapping[str, Tensor]) -> Iterator[Moment]:
     """The fullest moments of a forward and its backward."""
-    forward = life(program.forward.graph, given, {}, dict.fromkeys(program.saved, ACTIVATIONS))
+    forward = _life(program.forward.graph, given, {}, dict.fromkeys(program.saved, ACTIVATIONS))
     yield forward.peak
     if program.backward is not None:
         saved = dict(zip(program.saved, forward.outputs[program.num_results :], strict=True))
         returned = program.backward.graph.output_node().args[0]
         assert isinstance(returned, tuple)
         leaving = _leaving(program.backward, [""] * len(returned), ())
-        yield life(program.backward.graph, {**given, **saved}, dict.fromkeys(saved, ACTIVATIONS), leaving).peak
+        yield _life(program.backward.graph, {**given, **saved}, dict.fromkeys(saved, ACTIVATIONS), leaving).peak
 
 
 @dataclass
@@ -192,7 +204,7 @@ class _Step:
         if phase is None:
             return
         leaving = _leaving(phase.module, phase.outputs, self.saved)
-        found = life(phase.module.graph, self.values, dict.fromkeys(entering, ACTIVATIONS), leaving)
+        found = _life(phase.module.graph, self.values, dict.fromkeys(entering, ACTIVATIONS), leaving)
         self.values.update(zip(phase.outputs, found.outputs, strict=True))
         yield _sum(found.peak, {TRANSIENTS: self.resting, GRADIENTS: self.sums})
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from autopar.sharding.buckets import Piece, buckets, goes_by_block, merged
 from autopar.sharding.layout import Mesh
+from autopar.sharding.operators import ROUTED
 from autopar.solver.tape import Entry, Tape
 
 #: Where an entry is wanted in an order.
@@ -303,6 +304,25 @@ def _want(program: Program, places: Places, i: int, place: tuple[float, ...]) ->
             _want(program, places, arg, place)
 
 
+def _written_over(program: Program, born: Mapping[int, int], died: Mapping[int, int]) -> list[tuple[int, int]]:
+    """`passes.inplace.reuse`: the storages of results that lie over an operand which is of no use afterwards, and where
+    they are made."""
+    entries, found = program.tape.entries, []
+    if any((owner := entries[i].owner) is not None and owner.meta.get(ROUTED) for i in program.order):
+        return []  # `passes.lower` leaves such programs alone
+    kept = {s for i in program.inputs for s in entries[i].storages}
+    kept.update(s for i in program.order if entries[i].move for arg in program.args[i] for s in entries[arg].storages)
+    for at, i in enumerate(program.order, len(program.inputs)):
+        if not entries[i].over:
+            continue
+        read = [s for arg in program.args[i] for s in entries[arg].storages]
+        operands = [entries[program.args[i][place]].storages[0] for place in entries[i].over]
+        (made,) = entries[i].storages
+        if born[made] == at and any(died[s] == at and s not in kept and read.count(s) == 1 for s in operands):
+            found.append((made, at))
+    return found
+
+
 def life(program: Program, kinds: Mapping[int, str | None], other: str) -> dict[str, int]:
     """Bytes by kind at the moment of a program when most are alive. ``kinds`` are those of storages that are not
     ``other``, None for what is not counted. Moments of what stands for several blocks do not count."""
@@ -319,6 +339,8 @@ def life(program: Program, kinds: Mapping[int, str | None], other: str) -> dict[
         for s in entries[i].storages:
             born.setdefault(s, at)
             died[s] = max(died.get(s, 0), last[i])
+    for i, at in _written_over(program, born, died):
+        born[i] = at + 1  # its operand is there until then
     change: dict[str, npt.NDArray[np.int64]] = {}
     for s, at in born.items():
         if (kind := kinds.get(s, other)) is not None:

@@ -32,8 +32,8 @@ class Entry:
     if the backward makes it again, ``key`` is what a redistribution has in common with an equal one. ``piece`` is that
     of a collective which may share a bucket, ``move`` the kind of the one that starts here; ``sums`` says that it
     stands for a sum over micro-batches, ``parameter`` names the parameter that it is a copy of, and ``once`` that the
-    copy is kept for the step. ``view`` if it looks at what it reads; ``call`` is False for
-    placeholders."""
+    copy is kept for the step. ``view`` if it looks at what it reads, ``over`` are the places of ``args`` that its
+    result may be written over; ``call`` is False for placeholders."""
 
     args: tuple[int, ...]
     storages: tuple[int, ...]
@@ -47,6 +47,7 @@ class Entry:
     sums: bool = False
     reshape: bool = False
     view: bool = False
+    over: tuple[int, ...] = ()
     parameter: str | None = None
     once: bool = False
     call: bool = True
@@ -230,6 +231,7 @@ class _Writer:
                 line.move,
                 reshape=line.reshape,
                 view=line.view,
+                over=line.over,
                 parameter=parameter,
             )
             places.append(self.tape.append(entry))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autopar._compat import pytree, storage_key
 from autopar.passes.collectives import KINDS, WAIT, aten, emit_step
+from autopar.passes.inplace import OVER
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.operators import VIEWS, Operator
 from autopar.sharding.redistribute import Step
@@ -29,7 +30,8 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 class Line:
     """One node. ``reads`` are places among the operands and, behind those, the lines before; ``storages`` those of its
     results: of operands, and behind those, new ones. ``view`` if it is one of `VIEWS`, ``reshape`` if a reshape;
-    ``move`` is the collective that it starts, ``waits`` whether it waits for one."""
+    ``move`` is the collective that it starts, ``waits`` whether it waits for one. ``over`` says which of its ``reads``
+    its result may be written over (`passes.inplace`)."""
 
     reads: tuple[int, ...]
     storages: tuple[int, ...]
@@ -37,6 +39,7 @@ class Line:
     reshape: bool = False
     move: str = ""
     waits: bool = False
+    over: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,9 @@ class _Recorder:
             self.constants += found
             return result
         reads = tuple(dict.fromkeys(self.places[id(t)] for t in given if id(t) in self.places))
+        over = () if kwargs or not isinstance(result, Tensor) else self._over(target, args, result, reads)
         line = Line(reads, tuple(map(self._storage, found)), target in VIEWS, target is aten.reshape.default,
-                    KINDS.get(target, ""), target is WAIT)  # fmt: skip
+                    KINDS.get(target, ""), target is WAIT, over)  # fmt: skip
         place = len(self.operands) + len(self.lines)
         self.lines.append(line)
         if isinstance(result, Tensor) and id(result) in self.places:  # it is its operand: others read it from here on
@@ -96,6 +100,16 @@ class _Recorder:
         for tensor in found if not isinstance(result, Tensor) else [result]:
             self.places[id(tensor)] = place
         return result
+
+    def _over(self, target: Any, args: Sequence[Any], result: Tensor, reads: Sequence[int]) -> tuple[int, ...]:
+        """Which of ``reads`` an operator's result may be written over: where it is exactly as large and laid out."""
+        _, places = OVER.get(target, (None, ()))
+        able = [args[place] for place in places if isinstance(args[place], Tensor) and id(args[place]) in self.places]
+        return tuple(
+            reads.index(self.places[id(x)])
+            for x in able
+            if geometry(x) == geometry(result) and x.untyped_storage().nbytes() == result.untyped_storage().nbytes()
+        )
 
     def _storage(self, tensor: Tensor) -> int:
         key = storage_key(tensor)
