@@ -13,7 +13,8 @@ each, with the bytes of the whole tensors that they move, and messages between p
 
 Where the batch is split, autopar issues one collective of two numbers that PyTorch's programs lack: the loss and the
 number of tokens that count in it. It returns the loss of the global batch, exact where ranks have different numbers of
-tokens; theirs return the loss of their own samples. A pipeline broadcasts the loss from its last stage.
+tokens; theirs return the loss of their own samples. Before the forward one more, of two integers, makes sure that all
+ranks were given alike batches. A pipeline broadcasts the loss from its last stage.
 """
 
 from __future__ import annotations
