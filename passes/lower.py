@@ -182,16 +182,16 @@ def _put_together(shaped: Shaped) -> None:
 
 
 def _log_softmax(shaped: Shaped) -> None:
-    """The kernels of a log-softmax over a dim that is whole here, and of its gradient."""
+    """The kernel of a log-softmax over a dim that is whole here. That of its gradient is left out: it writes anew what
+    `reuse` writes over the gradient that comes in, of the size of all logits."""
     for node in shaped.calls():
-        if node.target is not aten.sub.Tensor or len(node.all_input_nodes) != 2 or node.kwargs:
-            continue
-        fused = _forward(shaped, node, *node.args) or _backward(shaped, node, *node.args)
-        if fused is not None:
-            shaped.replace(node, fused)
+        if node.target is aten.sub.Tensor and len(node.all_input_nodes) == 2 and not node.kwargs:
+            fused = _in_one(shaped, node, *node.args)
+            if fused is not None:
+                shaped.replace(node, fused)
 
 
-def _forward(shaped: Shaped, node: fx.Node, shifted: Any, log: Any) -> fx.Node | None:
+def _in_one(shaped: Shaped, node: fx.Node, shifted: Any, log: Any) -> fx.Node | None:
     """``(x - amax(x)) - log(sum(exp(x - amax(x))))``"""
     if not (_is(log, aten.log.default, 1) and _is(shifted, aten.sub.Tensor, 2) and not shifted.kwargs):
         return None
@@ -203,19 +203,6 @@ def _forward(shaped: Shaped, node: fx.Node, shifted: Any, log: Any) -> fx.Node |
     if not (of_all and keeps and len(dims) == 1 and dims == most.args[1]):
         return None
     return shaped.emit(node, aten._log_softmax.default, x, dims[0], False)
-
-
-def _backward(shaped: Shaped, node: fx.Node, grad: Any, taken: Any) -> fx.Node | None:
-    """``grad - exp(output) * sum(grad)``"""
-    if not (_is(taken, aten.mul.Tensor, 1) and _is(taken.args[0], aten.exp.default, 1) and shaped.alike(grad, node)):
-        return None
-    exp, total = taken.args
-    if not (_is(total, aten.sum.dim_IntList, 1) and total.args[0] is grad and total.args[2:] == (True,)):
-        return None
-    if len(total.args[1]) != 1 or total.kwargs or not shaped.alike(exp, node):
-        return None
-    dtype = shaped.values[node].dtype
-    return shaped.emit(node, aten._log_softmax_backward_data.default, grad, exp.args[0], total.args[1][0], dtype)
 
 
 def _added_products(shaped: Shaped) -> None:

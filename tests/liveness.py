@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar._compat import pytree, storage_key
+from autopar.passes.collectives import KINDS, REDUCE_SCATTER
 from autopar.sharding.buckets import is_overwritten
 from autopar.solver.peaks import TRANSIENTS
 
@@ -57,9 +58,15 @@ class _Storage:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The place of the last user of every node; an output lives to the end."""
+    """The place of the last user of every node; an output lives to the end, and what a collective reads until it is
+    waited for, but for a reduce-scatter's, which Gloo copies."""
     place = {node: i for i, node in enumerate(graph.nodes)}
-    return {node: max((place[user] for user in node.users), default=i) for node, i in place.items()}
+
+    def done(user: fx.Node) -> int:
+        held = user.target in KINDS and user.target is not REDUCE_SCATTER and user.users
+        return min(place[wait] for wait in user.users) if held else place[user]
+
+    return {node: max((done(user) for user in node.users), default=i) for node, i in place.items()}
 
 
 def _storages(

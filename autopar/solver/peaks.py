@@ -42,6 +42,9 @@ ACTIVATIONS, GRADIENTS, COPIES = "activations", "gradients", "copies"
 TRANSIENTS = "transients"
 #: What no tensor has: the device's context and its libraries' buffers, and gaps between what comes and goes.
 WORKSPACE, SLACK = "workspace", "slack"
+#: Kinds of collectives that Gloo runs on a copy of its own, which no tensor of ours is (ProcessGroupGloo.cpp). NCCL
+#: works on what it is given, until it is waited for.
+COPIED_BY_GLOO = frozenset({"reduce_scatter"})
 
 
 @of_graph
@@ -121,6 +124,8 @@ def _tape(
     again = made_again(operators, setting.recompute)
     tape = write(short, whole, MadeAgain(again.operators | inside, again.moves), _templates(operators))
     keep(tape, {name: kept.copy for name, kept in keeping.items()})
+    if setting.cluster.device.name == "cpu":
+        tape.copied = COPIED_BY_GLOO
     wanted = [i for i, o in enumerate(captured.outputs) if o.tangent is not None or o.buffer is not None]
     results = [tape.results[i] for i in wanted or range(len(captured.outputs))]
     given = [tape.inputs[node] for node in captured.inputs if node in split]

@@ -304,6 +304,19 @@ def _want(program: Program, places: Places, i: int, place: tuple[float, ...]) ->
             _want(program, places, arg, place)
 
 
+def _last_uses(program: Program, order: Sequence[int]) -> dict[int, int]:
+    """The place in ``order`` of the last entry that reads each. What a collective reads it holds until it is waited
+    for, but for those that copy it (`Tape.copied`)."""
+    place = {i: at for at, i in enumerate(order)}
+    last, users, tape = dict(place), program.users(), program.tape
+    for i in program.order:
+        move = tape.entries[i].move
+        done = users[i][0] if move and move not in tape.copied and i in users else i
+        for arg in program.args[i]:
+            last[arg] = max(last[arg], place[done])
+    return last
+
+
 def _written_over(program: Program, born: Mapping[int, int], died: Mapping[int, int]) -> list[tuple[int, int]]:
     """`passes.inplace.reuse`: the storages of results that lie over an operand which is of no use afterwards, and where
     they are made."""
@@ -328,10 +341,7 @@ def life(program: Program, kinds: Mapping[int, str | None], other: str) -> dict[
     ``other``, None for what is not counted. Moments of what stands for several blocks do not count."""
     entries, nbytes = program.tape.entries, program.tape.nbytes
     order, end = [*program.inputs, *program.order], len(program.inputs) + len(program.order)
-    last = {i: at for at, i in enumerate(order)}
-    for at, i in enumerate(program.order, len(program.inputs)):
-        for arg in program.args[i]:
-            last[arg] = at
+    last = _last_uses(program, order)
     last.update(dict.fromkeys(program.outputs, end))
     born: dict[int, int] = {}
     died: dict[int, int] = {}

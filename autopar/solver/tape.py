@@ -56,7 +56,8 @@ class Entry:
 @dataclass
 class Tape:
     """Entries in the order in which they are emitted, bytes by storage, the entries of placeholders, and those that the
-    captured outputs and gradients end with. ``times`` says by name for how many a parameter stands."""
+    captured outputs and gradients end with. ``times`` says by name for how many a parameter stands, ``copied`` which
+    kinds of collectives do not hold what they read until they are waited for."""
 
     entries: list[Entry] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
@@ -64,6 +65,7 @@ class Tape:
     results: list[int] = field(default_factory=list)
     gradients: list[int] = field(default_factory=list)
     times: Mapping[str, int] = field(default_factory=dict)
+    copied: frozenset[str] = frozenset()
 
     def storage(self, nbytes: int) -> int:
         """A new storage."""

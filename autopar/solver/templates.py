@@ -102,9 +102,8 @@ class _Recorder:
         return result
 
     def _over(self, target: Any, args: Sequence[Any], result: Tensor, reads: Sequence[int]) -> tuple[int, ...]:
-        """Which of ``reads`` an operator's result may be written over: where it is exactly as large and laid out. Never
-        of a difference, which may be that of a log-softmax: `passes.lower` has a kernel for it that writes anew."""
-        _, places = OVER.get(target, (None, ())) if target is not aten.sub.Tensor else (None, ())
+        """Which of ``reads`` an operator's result may be written over: where it is exactly as large and laid out."""
+        _, places = OVER.get(target, (None, ()))
         able = [args[place] for place in places if isinstance(args[place], Tensor) and id(args[place]) in self.places]
         return tuple(
             reads.index(self.places[id(x)])
