@@ -72,6 +72,34 @@ def test_waiting_for_a_collective_copies_nothing() -> None:
     assert life(graph, given, {}, {}).peak == {"transients": 1600 + 4}
 
 
+def test_a_collective_holds_what_it_reads_until_it_is_waited_for() -> None:
+    """While another value is made what was sent is there as well as what arrives; a reduce-scatter of Gloo's copies."""
+    functional = torch.ops._c10d_functional
+
+    def write(target: Any, *args: Any) -> Any:
+        def body(call: Any, x: fx.Node) -> list[fx.Node]:
+            sent = call(target, (call(aten.neg.default, (x,)), *args, "axis:dp"))
+            meanwhile = call(aten.neg.default, (x,))
+            return [call(aten.sum.default, (call(functional.wait_tensor.default, (sent,)),)), meanwhile]
+
+        return body
+
+    graph, given = graph_of(write(functional.all_gather_into_tensor.default, 4))
+    assert life(graph, given, {}, {}).peak == {"transients": 400 + 1600 + 400}
+    graph, given = graph_of(write(functional.reduce_scatter_tensor.default, "sum", 4))
+    assert life(graph, given, {}, {}).peak == {"transients": 100 + 400 + 4}  # and 400 + 100 when it starts
+
+
+@pytest.mark.slow
+def test_nccl_holds_what_a_reduction_reads() -> None:
+    """Under ZeRO-3 the gradients of one more block than Gloo, which works on a copy."""
+    model, batch, hints = llama(), tokens(16, 16), Hints(dp=4, zero=3, recompute="full")
+    cpu, gpu = (autopar.plan(model, c, hints=hints, example_inputs=batch).peak for c in ("cpu:4", "h100-sxm:1x4"))
+    more = sum(n for kind, n in gpu.items() if kind not in ("workspace", "slack")) - sum(cpu.values())
+    block = 4 * sum(p.numel() for name, p in model.named_parameters() if ".layers.1." in name)
+    assert 0.95 * block <= more <= block
+
+
 @pytest.mark.parametrize(("recompute", "micro_batch_size"), [
     ("full", 16),
     ("selective", 4),
