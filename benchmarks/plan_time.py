@@ -112,8 +112,9 @@ def measure(configuration: Configuration) -> Measured:
     from autopar.runtime.program import emit
     from autopar.sharding.layout import Mesh
     from autopar.solver.costs import Prices, price
+    from autopar.solver.pins import Pins
     from autopar.solver.program import solve
-    from autopar.solver.space import Pins, build_space
+    from autopar.solver.space import build_space
     from autopar.solver.spmd import read
     from autopar.specialize import capture_batch
 

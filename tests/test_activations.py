@@ -30,9 +30,9 @@ from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Mesh
 from autopar.sharding.recompute import kept, made_again
 from autopar.solver.memory import memory_of
+from autopar.solver.pins import Pins
 from autopar.solver.program import solve
 from autopar.solver.setting import Setting, keepings
-from autopar.solver.space import Pins
 from autopar.solver.spmd import make_program, read
 from autopar.specialize import capture_batch
 

@@ -31,8 +31,10 @@ from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operator, Operators, value_of
 from autopar.sharding.rule import Strategy
 from autopar.solver.costs import Prices, bucket_shares, price
+from autopar.solver.operator_options import OperatorOptions
+from autopar.solver.pins import Pins
 from autopar.solver.program import Ints, Program, Solution, evaluate, solve
-from autopar.solver.space import Pins, Space, SpaceBuilder, build_space, output_values
+from autopar.solver.space import Space, SpaceBuilder, build_space, output_values
 from autopar.solver.spmd import read
 from autopar.solver.work import local_work
 from autopar.specialize import capture_batch
@@ -91,14 +93,22 @@ MODELS: dict[str, tuple[type[nn.Module], Tensor]] = {
 }
 
 
-class Unreduced(SpaceBuilder):
-    """No operator follows another one, and none is kept from running replicated."""
-
-    def _follow(self, op: Operator, i: int, every: list[Strategy]) -> None:
-        return None
+class Unpreferred(OperatorOptions):
+    """No operator is kept from running replicated."""
 
     def _prefer_split(self, op: Operator, every: list[Strategy]) -> list[Strategy]:
         return every
+
+
+class Unreduced(SpaceBuilder):
+    """Nor does any follow another one."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.of_operators = Unpreferred(*arguments)
+
+    def _follow(self, op: Operator, i: int, every: list[Strategy]) -> None:
+        return None
 
 
 @dataclass(frozen=True)

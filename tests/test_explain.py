@@ -22,9 +22,9 @@ from autopar.plan import Alternative, LayerSummary, ParameterPlan, Plan
 from autopar.report.explain import Decision, Option, layout_text
 from autopar.sharding.layout import Layout
 from autopar.solver.carry import plan_pins
+from autopar.solver.pins import Pins
 from autopar.solver.program import evaluate, solve
 from autopar.solver.setting import Setting
-from autopar.solver.space import Pins
 from autopar.solver.spmd import make_program, read
 from autopar.specialize import capture_batch
 

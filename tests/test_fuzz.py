@@ -18,9 +18,9 @@ from autopar.runtime.program import emit
 from autopar.runtime.verify import VerifyReport, compare
 from autopar.sharding.layout import Mesh
 from autopar.sharding.rule import Strategy
+from autopar.solver.pins import Pins
 from autopar.solver.program import solve
 from autopar.solver.setting import Setting
-from autopar.solver.space import Pins
 from autopar.solver.spmd import make_program, read
 from autopar.specialize import capture_batch
 

@@ -51,8 +51,9 @@ from autopar.sharding.axes import make_mesh  # noqa: E402
 from autopar.sharding.operators import Operators  # noqa: E402
 from autopar.sharding.recompute import kept, made_again  # noqa: E402
 from autopar.solver.peaks import peaks_of, step_life  # noqa: E402
+from autopar.solver.pins import Pins  # noqa: E402
 from autopar.solver.setting import Setting, keepings  # noqa: E402
-from autopar.solver.space import Pins, Space, build_space  # noqa: E402
+from autopar.solver.space import Space, build_space  # noqa: E402
 from autopar.solver.spmd import read  # noqa: E402
 from autopar.solver.staged import Stages  # noqa: E402
 from autopar.specialize import capture_batch  # noqa: E402

@@ -26,7 +26,7 @@ from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.operators import Operator, Operators
 from autopar.sharding.rule import REPLICATE, Choice, Strategy
 from autopar.sharding.zero import Keeping, keeping
-from autopar.solver.space import Pins
+from autopar.solver.pins import Pins
 
 T = TypeVar("T")
 

@@ -21,9 +21,10 @@ from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operator, Operators
 from autopar.sharding.rule import Strategy
 from autopar.solver.carry import hint_pins, plan_pins
+from autopar.solver.pins import Pins
 from autopar.solver.program import Floats, Ints, Program, solve
 from autopar.solver.setting import Setting
-from autopar.solver.space import Pins, Space, build_space
+from autopar.solver.space import Space, build_space
 from autopar.solver.spmd import make_program, read
 from autopar.workload import Workload
 

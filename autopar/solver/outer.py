@@ -27,10 +27,10 @@ from autopar.solver.carry import hint_pins
 from autopar.solver.costs import state_bytes
 from autopar.solver.estimate import Estimate, Estimator, shards
 from autopar.solver.peaks import peaks_of
+from autopar.solver.pins import Pins
 from autopar.solver.pipeline import Pipeline, hinted
 from autopar.solver.profile import Replica
 from autopar.solver.setting import Setting, keepings
-from autopar.solver.space import Pins
 from autopar.solver.spmd import Solved
 from autopar.solver.task import Task
 

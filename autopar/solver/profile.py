@@ -25,10 +25,11 @@ from autopar.sharding.recompute import Kept, blocks_made_again, forward_blocks, 
 from autopar.sharding.redistribute import LOCAL, whole_bytes
 from autopar.solver.costs import Prices, state_bytes
 from autopar.solver.fusion import fusion_of
+from autopar.solver.pins import Pins
 from autopar.solver.pipeline import units
 from autopar.solver.program import Floats, solve
 from autopar.solver.setting import Setting
-from autopar.solver.space import Pins, output_values
+from autopar.solver.space import output_values
 from autopar.solver.spmd import make_program
 from autopar.solver.staged import different, located, of_one_gradient, same_for_all, saved_bytes, sent_on
 from autopar.solver.work import local_work

@@ -16,9 +16,10 @@ from autopar.sharding.operators import Operators, read_operators
 from autopar.sharding.recompute import Kept
 from autopar.sharding.rule import work_share
 from autopar.solver.costs import Prices, price
+from autopar.solver.pins import Pins
 from autopar.solver.program import Program
 from autopar.solver.setting import Setting, is_sharded
-from autopar.solver.space import Pins, Space, build_space
+from autopar.solver.space import Space, build_space
 from autopar.solver.staged import Stages
 
 

@@ -15,10 +15,11 @@ from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Mesh
 from autopar.sharding.rule import layouts
 from autopar.solver.estimate import in_flight
+from autopar.solver.pins import Pins
 from autopar.solver.pipeline import Pipeline
 from autopar.solver.program import Floats, Program, solve
 from autopar.solver.setting import Setting
-from autopar.solver.space import Pins, Space
+from autopar.solver.space import Space
 from autopar.solver.spmd import Solved, account, make_program
 from autopar.solver.staged import Stages, crossing, located
 

@@ -1,0 +1,128 @@
+"""The strategies that an operator may take: what axes are there to split, and of heavy operators what splits most."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from autopar.capture.graph import Captured
+from autopar.sharding.axes import BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, TOKEN_AXES, batch_pieces, degree
+from autopar.sharding.layout import Mesh
+from autopar.sharding.operators import Operator, Operators, Value, own_factors, splits_batch
+from autopar.sharding.rule import REPLICATE, Choice, Strategy
+from autopar.sharding.rule import strategies as rule_strategies
+from autopar.sharding.rules.attention import ATTENTION, WAYS
+from autopar.solver.pins import Pins
+
+
+class OperatorOptions:
+    """The options of the operators of a captured graph on a mesh, and which of them ``pins`` leave."""
+
+    def __init__(self, captured: Captured, operators: Operators, mesh: Mesh, pins: Pins, axes_split_all: bool) -> None:
+        self.operators, self.mesh, self.pins, self.axes_split_all = operators, mesh, pins, axes_split_all
+        self.parameters = {p.placeholder for p in captured.parameters}
+
+    def _allowed(self, op: Operator) -> Callable[[str, Choice], bool]:
+        """What each axis may do: those of the batch and of the sequence split it wherever there is one that divides, or
+        experts where they may be spread over the axis."""
+
+        def allowed(axis: str, choice: Choice) -> bool:
+            if self.mesh.degree(axis) == 1:
+                return choice == REPLICATE
+            if self.axes_split_all:
+                return True
+            own = own_factors(self.operators, op, axis)
+            if axis not in TOKEN_AXES:
+                return choice.factor is None or choice.factor in own
+            n = self.mesh.degree(axis)
+            if axis in BATCH_AXES:
+                n = batch_pieces(self.mesh, axis) * self.pins.micro_batches
+            if axis == EXPERT_AXIS and op.rule.inward:  # here they are: what is for tokens alone goes by tokens
+                return choice.factor in (op.rule.inward if op.is_heavy else op.rule.inward | own)
+            if axis == CONTEXT_AXIS and choice.factor in op.rule.inward:
+                return True
+            divides = any(op.rule.sizes[f] % n == 0 and f not in op.rule.fixed for f in own)
+            if axis == CONTEXT_AXIS and not all(spec.dtype.is_floating_point for spec in op.call.results):
+                return choice.factor is None or choice.factor in own  # masks and positions are small, and needed whole
+            return splits_batch(choice, own) if divides and choice.linear is None else choice.factor is None
+
+        return allowed
+
+    def strategies(self, op: Operator) -> list[Strategy]:
+        """What an operator may do; a heavy one only what splits it over as many axes as can be."""
+        allowed = self._allowed(op)
+
+        def without(axes: Sequence[str]) -> list[Strategy]:
+            given_up = [axis for axis in axes if degree(self.mesh, axis) > 1]
+            return rule_strategies(
+                op.rule, self.mesh, lambda a, c: c.factor is None if a in given_up else allowed(a, c)
+            )
+
+        every = [s for s in without(()) if self._leaves_micro_batches(op, s)]
+        if not every and CONTEXT_AXIS in self.mesh.names:
+            every = [s for s in without([CONTEXT_AXIS]) if self._leaves_micro_batches(op, s)]
+        if not every:  # the batch divides, but not inside this operator's compound dims
+            every = without(TOKEN_AXES)
+        if not op.is_heavy:
+            return every
+        by_spread: dict[int, list[Strategy]] = defaultdict(list)
+        for s in every:
+            by_spread[self._spread(op, s)].append(s)
+        return [s for some in by_spread.values() for s in self._prefer_split(op, some)]
+
+    def _spread(self, op: Operator, strategy: Strategy) -> int:
+        """Over how many ranks a strategy spreads experts; each number is worth having, so what else is split is not
+        compared between them."""
+        pairs = zip(self.mesh.sizes, strategy, strict=True)
+        return math.prod(n for n, choice in pairs if choice.factor in op.rule.inward)
+
+    def _leaves_micro_batches(self, op: Operator, strategy: Strategy) -> bool:
+        """Whether what a strategy leaves of the batch still divides into micro-batches, where the whole batch does."""
+        m, sizes = self.pins.micro_batches, op.rule.sizes
+        for f in self.operators.batch_factors[op.node] if m > 1 else ():
+            pieces = math.prod(n for (_, n), c in zip(self.mesh.axes, strategy, strict=True) if c.factor == f)
+            if sizes[f] % m == 0 and sizes[f] % (m * pieces):
+                return False
+        return True
+
+    def _prefer_split(self, op: Operator, every: list[Strategy]) -> list[Strategy]:
+        """Heavy operators are split on as many axes as possible; and tp splits a factor of the weight where one
+        divides, since splitting the tokens is what the other axes are for."""
+        most = max(sum(c.factor is not None and n > 1 for c, n in zip(s, self.mesh.sizes, strict=True)) for s in every)
+        kept = [
+            s
+            for s in every
+            if sum(c.factor is not None and n > 1 for c, n in zip(s, self.mesh.sizes, strict=True)) == most
+        ]
+        weight = {
+            f
+            for i, value in enumerate(op.operands)
+            if self._is_weight(value)
+            for factors in op.rule.operands[i]
+            for f in factors
+        }
+        if not weight:
+            return kept
+        by_weight = [
+            s
+            for s in kept
+            if all(
+                c.factor in weight
+                for (axis, n), c in zip(self.mesh.axes, s, strict=True)
+                if axis not in TOKEN_AXES and n > 1 and c.factor is not None
+            )
+        ]
+        return by_weight or kept
+
+    def may_run(self, op: Operator, strategy: Strategy) -> bool:
+        """Whether pins let an operator take a strategy."""
+        spread = self.pins.experts if op.is_heavy and op.rule.inward else None
+        way = self.pins.attention if op.call.target in ATTENTION and CONTEXT_AXIS in self.mesh.names else None
+        if way and strategy[self.mesh.names.index(CONTEXT_AXIS)].factor not in WAYS[way]:
+            return False
+        return spread in (None, self._spread(op, strategy)) and self.pins.operator(op.node, strategy)
+
+    def _is_weight(self, value: Value) -> bool:
+        """Whether a value is a parameter, seen through views."""
+        return self.operators.base(value).node in self.parameters
