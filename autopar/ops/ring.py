@@ -104,13 +104,13 @@ def _merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[T
 
 
 class _Step:
-    """One step of a ring: the arguments of the operators, and the calls of attention that it consists of."""
+    """One step of a ring: the arguments of the operators from ``q`` on, and the calls of attention that it consists
+    of."""
 
-    def __init__(self, q: Tensor, kv: Tensor, masks: Sequence[Tensor | None], scalars: Sequence[Any],
-                 ring: int, step: int, balanced: bool) -> None:  # fmt: skip
-        self.q, self.kv, self.step, self.balanced = q, kv, step, balanced
-        self.key_mask, self.bias, self.seed, self.starts = masks
-        self.scale, self.causal, self.window, _, self.softcap, self.dropout, self.stream, self.extent = scalars
+    def __init__(self, q: Tensor, kv: Tensor, *rest: Any) -> None:
+        self.q, self.kv = q, kv
+        (self.key_mask, self.bias, self.seed, self.starts, self.scale, self.causal, self.window, _spread, self.softcap,
+         self.dropout, self.stream, self.extent, ring, step, self.balanced) = rest  # fmt: skip
         if self.starts is not None:
             self.place = _Place(self.starts, ring, step, self.extent)
 
@@ -177,21 +177,7 @@ def ring_step(
     lse: Tensor | None,
     q: Tensor,
     kv: Tensor,
-    key_mask: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    starts: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    spread: bool,
-    softcap: float,
-    dropout: float,
-    stream: int,
-    extent: Sequence[int],
-    ring: int,
-    step: int,
-    balanced: bool,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention after one more ``step`` of a ring of so many ranks.
 
@@ -208,9 +194,8 @@ def ring_step(
     Returns:
         out and lse, of the keys met so far.
     """
-    scalars = (scale, causal, window, spread, softcap, dropout, stream, extent)
-    now = _Step(q, kv, (key_mask, bias, seed, starts), scalars, ring, step, balanced)
-    if not balanced:
+    now = _Step(q, kv, *rest)
+    if not now.balanced:
         found, found_lse = _run(now, now.contiguous())
         if out is None or lse is None:
             return found.to(accumulate_dtype(q.dtype)).contiguous(), found_lse.contiguous()
@@ -248,30 +233,15 @@ def ring_step_backward(
     kv: Tensor,
     out: Tensor,
     lse: Tensor,
-    key_mask: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    starts: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    spread: bool,
-    softcap: float,
-    dropout: float,
-    stream: int,
-    extent: Sequence[int],
-    ring: int,
-    step: int,
-    balanced: bool,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of one ``step`` of a ring: ``dq`` of the steps before with that of this one added, and what this
     rank's queries add to the gradients of the keys and values at hand. ``out`` (in q's dtype) and ``lse`` are those of
     all steps together. Both results are float32 (float64 for float64), in the shapes of q and kv.
     """
-    scalars = (scale, causal, window, spread, softcap, dropout, stream, extent)
-    now = _Step(q, kv, (key_mask, bias, seed, starts), scalars, ring, step, balanced)
+    now = _Step(q, kv, *rest)
     given = (grad_out, out, lse)
-    if not balanced:
+    if not now.balanced:
         more, dkv = _run_backward(now, now.contiguous(), given)
         return more if dq is None else dq + more, dkv
     late = _run_backward(now, now.late_with_early(), [x[1] for x in given])
