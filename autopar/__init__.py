@@ -3,6 +3,7 @@
 from autopar.api import parallelize, plan, verify
 from autopar.cluster import Cluster
 from autopar.hints import Hints
+from autopar.ops.constrain import constrain
 from autopar.plan import Plan
 from autopar.runtime.checkpoint import TrainingState, latest_checkpoint
 from autopar.runtime.module import ParallelModule
@@ -21,6 +22,7 @@ __all__ = [
     "VerifyReport",
     "WholeOptimizer",
     "Workload",
+    "constrain",
     "latest_checkpoint",
     "parallelize",
     "plan",

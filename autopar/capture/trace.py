@@ -26,7 +26,9 @@ from autopar.capture import hf
 from autopar.capture.decompositions import decomposition_table
 from autopar.capture.layers import SplittableLayers
 from autopar.capture.random import refuse_constants
-from autopar.errors import CaptureError, InputError
+from autopar.capture.selected import NotRouted
+from autopar.errors import CaptureError, HintError, InputError
+from autopar.ops.constrain import kept_in_graph
 
 #: Name of the buffer that carries the dropout seed through the trace.
 SEED = "autopar_seed"

@@ -8,7 +8,7 @@ have the same names.
 
 from __future__ import annotations
 
-from autopar.ops import attention, coordinates, delta, dropout, scan, uniform
+from autopar.ops import attention, constrain, coordinates, delta, dropout, scan, uniform
 from autopar.ops.coordinates import starts
 from autopar.ops.draws import active_draws, counter_draws
 from autopar.ops.mask import keep_mask
@@ -17,6 +17,7 @@ from autopar.ops.sdpa import scaled_dot_product_attention
 __all__ = [
     "active_draws",
     "attention",
+    "constrain",
     "coordinates",
     "counter_draws",
     "delta",

@@ -49,6 +49,8 @@ VIEWS = frozenset(
         aten.detach.default,
         aten.alias.default,
     }
+        torch.ops.autopar.cache_write.default,  # in place, where it runs
+        torch.ops.autopar.constrain.default,
 )
 
 

@@ -13,6 +13,7 @@ from autopar.sharding.operators import Operator, Operators, Value, own_factors, 
 from autopar.sharding.rule import REPLICATE, Choice, Strategy
 from autopar.sharding.rule import strategies as rule_strategies
 from autopar.sharding.rules.attention import ATTENTION, WAYS
+from autopar.solver.constraints import constrained, is_kept, may_choose
 from autopar.solver.pins import Pins
 
 
@@ -52,6 +53,12 @@ class OperatorOptions:
     def strategies(self, op: Operator) -> list[Strategy]:
         """What an operator may do; a heavy one only what splits it over as many axes as can be."""
         allowed = self._allowed(op)
+        if wanted := constrained(op, self.mesh):
+            kept = rule_strategies(
+                op.rule, self.mesh, lambda a, c: may_choose(op, wanted, a, c) if a in wanted else allowed(a, c)
+            )
+            if kept := [s for s in kept if self._leaves_micro_batches(op, s)]:
+                return kept
 
         def without(axes: Sequence[str]) -> list[Strategy]:
             given_up = [axis for axis in axes if degree(self.mesh, axis) > 1]

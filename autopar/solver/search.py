@@ -27,6 +27,7 @@ from autopar.sharding.zero import Zero
 from autopar.solver.candidates import Candidate, Limits, able_chunks, all_degrees
 from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.estimate import Estimate
+from autopar.solver.constraints import check_constraints
 from autopar.solver.microbatches import loss_place
 from autopar.solver.outer import CONTEXT_TOKENS, HOPELESS, Estimates, Found, Frame, Solver, least_memory, small_plans
 from autopar.solver.parts import runs_in_parts, why_whole
@@ -89,6 +90,7 @@ def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: 
     operators = read(captured, imbalance=workload.expert_imbalance)
     zero = Zero(hints.zero, hints.reshard_after_forward is not False)
     setting = Setting(captured, operators, cluster, workload.optimizer, hints.recompute or "none", zero, compiled)
+    check_constraints(operators, hints)
     check_recompute(setting.recompute, len(forward_blocks(operators)))
     row = units(captured, operators)
     batch = workload.global_batch or 1

@@ -24,6 +24,7 @@ from autopar.sharding.operators import Operator, Operators, Value, value_of
 from autopar.sharding.rule import Strategy, layouts
 from autopar.solver.alike import alike
 from autopar.solver.operator_options import OperatorOptions
+from autopar.solver.constraints import constrained
 from autopar.solver.pins import Pins
 from autopar.solver.program import Ints
 from autopar.solver.tensor_options import TensorOptions
@@ -185,7 +186,10 @@ class SpaceBuilder:
 
     def _decide(self, op: Operator) -> None:
         every = self.of_operators.strategies(op)
-        if not op.is_heavy and not self._exchanges(op):
+        if op.call.target is torch.ops.autopar.cache_write.default:
+            self.space.of_node[op.node] = self._in_place(op, every)
+            return
+        if not op.is_heavy and not self._exchanges(op) and not constrained(op, self.mesh):
             sizes = [self.operators.specs[v].numel for v in op.operands]
             for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
                 followed = self._follow(op, i, every)

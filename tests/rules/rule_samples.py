@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import autopar.ops.attention
+import autopar.ops.constrain
 import autopar.ops.delta
 import autopar.ops.dropout
 import autopar.ops.scan
@@ -100,6 +101,11 @@ class Draw:
 def unary(d: Draw, target: Any) -> Call:
     x = d.real(d.shape())
     return (x.abs() if d.flag() else x,), {}
+
+
+@sample(own.constrain.default)
+def constrain(d: Draw, target: Any) -> Call:
+    return (d.real(d.shape()), "tp:0"), {}
 
 
 @sample(aten._to_copy.default, aten.to.dtype)

@@ -4,6 +4,7 @@ from autopar.sharding.rules import (  # noqa: F401  importing a family registers
     attention,
     complex,
     convolution,
+    constrain,
     experts,
     factory,
     group_norm,
