@@ -211,6 +211,7 @@ def _trace_context(is_hf: bool, may_pack: bool) -> Iterator[contextlib.ExitStack
         stack.enter_context(unvalidated())
         if is_hf:
             stack.enter_context(hf.tracing(may_pack))
+        stack.enter_context(kept_in_graph())
         yield stack
 
 
@@ -305,7 +306,7 @@ def trace(
             with refuse_constants():
                 table = decomposition_table()
                 joint = aot_export_joint_with_descriptors(stack, flat, tuple(fakes), decompositions=table)
-        except (CaptureError, InputError):
+        except (CaptureError, InputError, HintError):
             raise
         except Exception as error:
             raise _failure(model, error) from error

@@ -128,6 +128,8 @@ class OperatorOptions:
         way = self.pins.attention if op.call.target in ATTENTION and CONTEXT_AXIS in self.mesh.names else None
         if way and strategy[self.mesh.names.index(CONTEXT_AXIS)].factor not in WAYS[way]:
             return False
+        if not is_kept(op, strategy, self.mesh):
+            return False
         return spread in (None, self._spread(op, strategy)) and self.pins.operator(op.node, strategy)
 
     def _is_weight(self, value: Value) -> bool:
