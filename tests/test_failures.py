@@ -69,6 +69,17 @@ def test_the_others_end_with_the_reason(what: str, message: str) -> None:
 
 
 @pytest.mark.slow
+def test_another_batch_in_a_step_without_comparison() -> None:
+    """Steps of training that are as the one before do not compare batches; both ranks say so all the same, and end."""
+    codes, output, _ = alone("much_later_batch_shapes")
+    for rank in range(2):
+        lines = [line for line in output.splitlines() if line.startswith(f"[rank {rank}] ")]
+        assert len(lines) == 1 and "ranks [1] passed another batch than rank 0" in lines[0], output[-4000:]
+    assert "input_ids int64 [8, 8]" in output and "on rank 1: input_ids int64 [4, 8]" in output
+    assert codes == [70, 70]
+
+
+@pytest.mark.slow
 def test_ranks_that_differ_say_so() -> None:
     """Global batches with other contents, local ones that should be the same, other plans, other weights, other code:
     one message on all ranks; a loss of nan is a warning, once on each."""

@@ -148,11 +148,17 @@ def check_alike(what: str, group: dist.ProcessGroup | None, otherwise: tuple[str
         return
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, what, group=group)
-    different = [rank for rank, other in enumerate(every) if other != every[0]]
-    raise RuntimeFailure(
-        f"ranks {different} {otherwise[0]} than rank 0",
-        expected=f"on every rank, as on rank 0: {every[0]}",
-        found=f"on rank {different[0]}: {every[different[0]]}",
+    raise unlike(dict(enumerate(every)), otherwise)
+
+
+def unlike(words: Mapping[int, str], otherwise: tuple[str, str] = OTHER_BATCH) -> RuntimeFailure:
+    """The error of ranks that have other ``words`` for what they do than the first of them."""
+    first = next(iter(words))
+    different = [rank for rank, other in words.items() if other != words[first]]
+    return RuntimeFailure(
+        f"ranks {different} {otherwise[0]} than rank {first}",
+        expected=f"on every rank, as on rank {first}: {words[first]}",
+        found=f"on rank {different[0]}: {words[different[0]]}",
         change=otherwise[1],
     )
 

@@ -9,6 +9,9 @@ fails in one writes the reason into the run's store. The others learn of it in o
 * their main thread hangs in a collective that the failed rank will never join. Nothing can wake it there (Gloo's abort
   does not), so a thread that watches prints the message and ends the process.
 
+Ranks that are given different batches hang as well, where nobody has failed: then every one writes into the store what
+it is about, and the same thread compares.
+
 A rank that ends outside of such a call (in its data loader) closes its connections, and the reason is in the store.
 """
 
@@ -25,6 +28,7 @@ import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -36,7 +40,7 @@ from torch import nn
 from autopar._compat import PrefixStore, Store, default_store
 from autopar.errors import AutoparError, RuntimeFailure
 from autopar.plan import Plan
-from autopar.runtime.batches import OTHER_MODEL, OTHER_PLAN, check_alike, model_digest
+from autopar.runtime.batches import OTHER_MODEL, OTHER_PLAN, check_alike, model_digest, unlike
 from autopar.runtime.parameters import is_meta
 from autopar.runtime.process import host_group
 
@@ -51,6 +55,8 @@ GRACE = 10.0
 SILENCE = 5.0
 #: Exit code of a process whose main thread hangs because another rank failed.
 EXIT_CODE = 70
+#: So many calls back a rank tells what it was given: another one can be as many behind.
+CALLS_TOLD = 8
 
 #: How the backends' errors read when the other side is gone or late.
 _BROKEN = re.compile(
@@ -87,6 +93,7 @@ class Watch:
         self._calls, self._current = 0, ""
         self._depth, self._ended = 0, False
         self._still: tuple[object, float] = (None, 0.0)
+        self._words: deque[tuple[int, str]] = deque(maxlen=CALLS_TOLD)
         self._main = threading.main_thread().ident
         self._hook = sys.excepthook
         sys.excepthook = self._uncaught
@@ -116,6 +123,10 @@ class Watch:
             raise found.error() from error
         finally:
             self._depth -= 1
+
+    def note(self, words: str) -> None:
+        """Remember what this rank is given in the current call, for the case that it hangs."""
+        self._words.append((self._calls, words))
 
     def _caused_by_another(self, error: Exception) -> Failure | None:
         """Which rank is to blame for a broken collective; None if the error is this rank's own."""
@@ -168,9 +179,23 @@ class Watch:
         while not self._ended:
             count += 1
             self._put(f"beat/{self.rank}", str(count))
-            if self._depth and self._hangs() and (found := self._told()) is not None and found.rank != self.rank:
-                self._give_up(found)
+            if self._depth and self._hangs():
+                if (found := self._told()) is not None and found.rank != self.rank:
+                    self._give_up(found.error())
+                if (error := self._unlike()) is not None:
+                    self._give_up(error)
             time.sleep(BEAT)
+
+    def _unlike(self) -> RuntimeFailure | None:
+        """The error, if ranks that hang were given different things in one call."""
+        self._put(f"given/{self.rank}", json.dumps(list(self._words)))
+        texts = [self._get(f"given/{rank}") for rank in range(self.world)]
+        told = {rank: dict(json.loads(text)) for rank, text in enumerate(texts) if text is not None}
+        for call in sorted({call for words in told.values() for call in words}):
+            words = {rank: given[call] for rank, given in told.items() if call in given}
+            if len(set(words.values())) > 1:
+                return unlike(words)
+        return None
 
     def _hangs(self) -> bool:
         """Whether the main thread has not moved for `GRACE` seconds."""
@@ -180,10 +205,11 @@ class Watch:
             self._still = (place, time.monotonic())
         return time.monotonic() - self._still[1] > GRACE
 
-    def _give_up(self, failure: Failure) -> None:
-        sys.stderr.write(f"[rank {self.rank}] autopar.errors.RuntimeFailure: {failure.error()}\n")
+    def _give_up(self, error: RuntimeFailure) -> None:
+        sys.stderr.write(f"[rank {self.rank}] autopar.errors.RuntimeFailure: {error}\n")
         sys.stderr.flush()
         sys.stdout.flush()
+        time.sleep(3 * BEAT)  # the store may be this process'; the others have to read it as well
         os._exit(EXIT_CODE)
 
     # -- the end ------------------------------------------------------------------------------------------------------

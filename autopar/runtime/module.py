@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,24 +19,23 @@ from autopar.capture.graph import Parameter
 from autopar.capture.hf_padding import padded
 from autopar.errors import InputError, RuntimeFailure
 from autopar.hints import parse_bytes
+from autopar.passes.partition import Program
 from autopar.plan import Plan
 from autopar.runtime.accumulate import Accumulator
 from autopar.runtime.autocast import as_captured
 from autopar.runtime.autograd import ProgramFunction, Surroundings, local_pieces
-from autopar.runtime.batches import (
-    NOT_A_NUMBER,
-    check_alike,
-)
+from autopar.runtime.batches import NOT_A_NUMBER
 from autopar.runtime.cache import CACHE_SIZE, CacheEntry
 from autopar.runtime.clip import clip
 from autopar.runtime.copies import StepCopies
 from autopar.runtime.failure import guarded
+from autopar.runtime.generate import generate
 from autopar.runtime.optimizers import refuse_pieces
 from autopar.runtime.outputs import stale
 from autopar.runtime.parameters import Fill, layouts_of, own_pieces, parallel_tree, parameter_names
 from autopar.runtime.pipeline import make_pipeline, no_forward, shown
 from autopar.runtime.precision import agree_on_overflow, inputs_as_used
-from autopar.runtime.process import agree, host_group, make_device_mesh
+from autopar.runtime.process import agree, make_device_mesh
 from autopar.runtime.program import Emitted, Makers, Specialization, StepProgram
 from autopar.runtime.programs import Programs
 from autopar.runtime.release import run_and_release
@@ -296,6 +295,15 @@ class ParallelModule(nn.Module):
 
         return rebuild(special, results, late, self.device_mesh, length)
 
+    @guarded("generate")
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own ``generate``: the loop is transformers', its forwards are run by all ranks together, and the
+        keys and values of past tokens are split over them. Every rank passes the same prompts and options and gets all
+        answers, for sampling after ``torch.manual_seed`` with one seed. Greedy, sampling and beams; InputError for other
+        ways, for models that are no decoders, and for more tokens than a plan for inference has memory for."""
+        return generate(self, args, kwargs)
+
     def _padded(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
@@ -305,7 +313,7 @@ class ParallelModule(nn.Module):
         try:
             kwargs, length = padded(self._original, args, kwargs, self._buckets)
         except InputError as error:
-            check_alike(str(error), host_group())  # where others go on to compare their batches with this one
+            self._programs.compare(str(error))  # where others go on to compare their batches with this one
             raise
         return (), kwargs, length
 
@@ -326,14 +334,18 @@ class ParallelModule(nn.Module):
 
     @torch.no_grad()
     def _evaluate(
-        self, special: Specialization, given: dict[str, Tensor], parameters: Sequence[Tensor]
+        self,
+        special: Specialization,
+        given: dict[str, Tensor],
+        parameters: Sequence[Tensor],
+        make: Callable[[Specialization], Program] = Specialization.evaluation,
     ) -> tuple[Tensor, ...]:
-        """All results, by a program that keeps nothing for a backward."""
+        """The results of the program that ``make`` makes, which keeps nothing for a backward: all, of the usual one."""
         values = {**given, **local_pieces(special, parameters)}
         if self._pipeline is not None:
             found: tuple[Tensor, ...] = self._pipeline.evaluate(special, values, self._programs.bind)
             return found
-        program = self._programs.bound(special, Specialization.evaluation)
+        program = self._programs.bound(special, make)
         values.update(self._copies.take(program, parameters, values, run_and_release))
         with as_captured(self.device_mesh.device_type):
             outputs: tuple[Tensor, ...] = run_and_release(program.forward, [values[n] for n in program.forward_inputs])

@@ -75,8 +75,10 @@ def group_names(device_mesh: DeviceMesh, mesh: Mesh) -> dict[str, str]:
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """A group of all ranks that takes CPU tensors, None for the default one. Every rank must make the first call."""
-    return None if "gloo" in dist.get_backend_config() else _gloo_group(dist.group.WORLD)
+    """A group of all ranks that takes CPU tensors, and that no program communicates in: a rank that asks for something
+    there while others run a program waits, and takes no part of theirs for an answer. None for a rank alone. Every rank
+    must make the first call."""
+    return None if dist.get_world_size() == 1 else _gloo_group(dist.group.WORLD)
 
 
 @functools.cache

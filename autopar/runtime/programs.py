@@ -21,10 +21,16 @@ from autopar.plan import Plan
 from autopar.runtime.autocast import autocast_state
 from autopar.runtime.batches import check_alike, check_parts, compares_contents, contents, describe, warn_of
 from autopar.runtime.cache import Cache, CacheEntry
+from autopar.runtime.failure import watch
 from autopar.runtime.process import group_names, host_group
-from autopar.runtime.program import Makers, Specialization, StepProgram
+from autopar.runtime.program import Maker, Makers, Specialization, StepProgram
 from autopar.runtime.release import COMPILE
 from autopar.sharding.axes import data_rank
+
+
+def _has_loss(program: Specialization | StepProgram) -> bool:
+    """Whether every run of a program ends with a number of all ranks."""
+    return any(o.tangent is not None and o.node.meta["val"].dim() == 0 for o in program.captured.outputs)
 
 
 @dataclass
@@ -45,6 +51,8 @@ class Programs:
     )
     told: set[tuple[str, int | None]] = field(default_factory=set)
     calls: int = 0
+    #: What all ranks have asked for in the last call, if they wait for one another in every run of it.
+    agreed: tuple[Any, ...] | None = None
     #: Names of process groups, by axis.
     groups: dict[str, str] = field(init=False)
 
@@ -54,6 +62,11 @@ class Programs:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
         """The program of a forward and its backward."""
         found: Specialization = self._take("forward", args, kwargs, self._load)
+        return found
+
+    def cached(self, kwargs: dict[str, Any]) -> Specialization:
+        """The program of a forward with a cache, whose tensors are on the meta device."""
+        found: Specialization = self._take("generate", (), kwargs, self._load_cached)
         return found
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProgram:
@@ -76,7 +89,10 @@ class Programs:
         self, what: str, args: tuple[Any, ...], kwargs: dict[str, Any], load: Callable[[tuple[Any, ...], Any], Any]
     ) -> Any:
         """What ``load`` makes for a batch's shapes, or has made before. RuntimeFailure if ranks ask for different
-        things."""
+        things.
+
+        A rank that is to run once more what all ranks ran in the call before does not ask them about it.
+        """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         frozen = tuple(p.requires_grad for p in self.model.parameters())
@@ -85,28 +101,47 @@ class Programs:
         entry = CacheEntry(tuple(tuple(t.shape) for t in batch_tensors(args, kwargs)), self.model.training)
         kept = "kept" if key in self.cache else "not made yet"
         modes = f"{what}, training={self.model.training}, gradients={torch.is_grad_enabled()}, {casts}, program {kept}"
-        self._check_batch(args, kwargs, modes)
-        return self.cache.take(key, entry, lambda: load(args, kwargs))
+        asked = (key, torch.is_grad_enabled())
+        is_known, self.agreed = asked == self.agreed, None
+        self._check_batch(args, kwargs, modes, is_known)
+        found = self.cache.take(key, entry, lambda: load(args, kwargs))
+        self.agreed = asked if _has_loss(found) else None
+        return found
 
-    def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: str) -> None:
-        """RuntimeFailure on all ranks if their batches differ: in shapes always, in contents now and then."""
+    def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: str, is_known: bool) -> None:
+        """RuntimeFailure on all ranks if their batches differ: in shapes unless this ``is_known``, in contents now and
+        then."""
         words, compared = f"{describe(args, kwargs)}; {modes}", compares_contents(self.calls)
         self.calls += 1
-        digest = contents(batch_tensors(args, kwargs)) if compared and dist.get_world_size() > 1 else ""
+        tensors = [t for t in batch_tensors(args, kwargs) if not t.is_meta]
+        digest = contents(tensors) if compared and dist.get_world_size() > 1 else ""
         whole = self.inputs == "global"
-        check_alike(f"{words}; contents {digest}" if digest and whole else words, host_group())
+        self.compare(f"{words}; contents {digest}" if digest and whole else words, asks=compared or not is_known)
         if digest and not whole:
             check_parts(data_rank(self.plan.mesh, dist.get_rank()), digest, host_group())
 
-    def _load(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
-        """Make a program and compare it between ranks."""
-        special = self.makers.forward(
-            self.model, self.plan, args, kwargs, training=self.model.training, inputs=self.inputs
-        )
+    def compare(self, words: str, asks: bool = True) -> None:
+        """RuntimeFailure on all ranks if they have other ``words`` for a batch. A rank that does not ask the others
+        goes on; if one of them does ask, both hang until the watch ends them with that error."""
+        if (watched := watch()) is not None:
+            watched.note(words)
+        if asks:
+            check_alike(words, host_group())
+
+    def _load(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], make: Maker[Specialization] | None = None
+    ) -> Specialization:
+        """Make a program, of a forward and its backward unless ``make`` makes another, and compare it between ranks."""
+        make = make or self.makers.forward
+        special = make(self.model, self.plan, args, kwargs, training=self.model.training, inputs=self.inputs)
         self._compare(special.program.hash())
         if dist.get_rank() == 0:
             warn_of(special.fallbacks, self.told)
         return special
+
+    def _load_cached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
+        """`_load` for a forward with a cache."""
+        return self._load(args, kwargs, self.makers.cached)
 
     def _load_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProgram:
         """Make the program of a step, compare it between ranks and bind it to this process."""

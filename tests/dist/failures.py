@@ -23,6 +23,7 @@ import autopar
 from autopar import Hints
 from autopar.errors import AutoparError
 from autopar.runtime import failure
+from autopar.runtime.batches import CONTENTS_FIRST
 
 aten = torch.ops.aten
 PIPELINE = Hints(pp=2, schedule="1f1b", micro_batch_size=2)
@@ -50,6 +51,15 @@ def later_batch_shapes() -> None:
     """Rank 1 has another batch in the second step, when the other ranks have their program already."""
     model = parallel()
     model(**tokens(8, 8)).loss.backward()
+    model(**tokens(8 if dist.get_rank() != 1 else 4, 8))
+
+
+def much_later_batch_shapes() -> None:
+    """Rank 1 has another batch in a step in which ranks do not compare batches any more; it asks, rank 0 computes."""
+    failure.GRACE = 2.0
+    model = parallel()
+    for _ in range(CONTENTS_FIRST + 1):
+        model(**tokens(8, 8)).loss.backward()
     model(**tokens(8 if dist.get_rank() != 1 else 4, 8))
 
 
@@ -213,7 +223,7 @@ def data_loader() -> None:
 
 
 ALONE = (killed_in_forward, killed_in_backward, killed_in_train_step, killed_in_pipeline, killed_before_clipping,
-         out_of_memory, out_of_memory_in_pipeline, data_loader)  # fmt: skip
+         out_of_memory, out_of_memory_in_pipeline, data_loader, much_later_batch_shapes)  # fmt: skip
 TOGETHER = (world_size, batch_shapes, later_batch_shapes, planning, differing)
 
 
