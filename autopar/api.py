@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import fields, replace
+from typing import Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -27,7 +27,7 @@ from autopar.errors import HintError, InfeasibleError, InputError
 from autopar.hints import Hints, check_hints
 from autopar.integrations.answers import answering
 from autopar.plan import Plan
-from autopar.replan import on_meta, remember
+from autopar.replan import Question, on_meta, remember
 from autopar.runtime.compiled import check_compiler
 from autopar.runtime.failure import check_ranks, guard
 from autopar.runtime.initialize import initialize, materialize
@@ -78,13 +78,8 @@ def plan(
         return has_plan(captured, cluster, workload, hints, compile)
 
     found = with_decisions(searched(find, hints, feasible), captured, compile)
-    batch = on_meta(example_inputs)
-
-    def again(model: nn.Module, hints: Hints) -> Plan:
-        more: dict[str, Any] = {"example_inputs": batch, "search_seconds": search_seconds, "compile": compile}
-        return plan(model, cluster, workload=workload, hints=hints, **more)
-
-    return remember(found, model, again)
+    question = Question(cluster, workload, hints, on_meta(example_inputs), search_seconds, compile)
+    return remember(found, model, question, _answer)
 
 
 def parallelize(
@@ -173,6 +168,11 @@ def verify(
     notes = [] if is_for(found, model) else [f"the plan was made for another model ({found.model}) and carried by name"]
     optimizer = Workload.from_dict(found.workload).optimizer
     return compare(whole, special, args, kwargs, steps=steps, optimizer=optimizer, notes=tuple(notes))
+
+
+def _answer(model: nn.Module, question: Question) -> Plan:
+    """`plan` for what is asked."""
+    return plan(model, **{field.name: getattr(question, field.name) for field in fields(question)})
 
 
 def _plan_together(

@@ -12,7 +12,7 @@ import os
 import types
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Self, cast, get_args, get_origin, get_type_hints
 
@@ -25,8 +25,10 @@ from autopar.report.binding import Binding, binding
 from autopar.report.compare import Comparison, Measured, compare
 from autopar.report.diff import PlanDiff, diff
 from autopar.report.explain import RANGES, Decision, Explanation, explain
+from autopar.report.html import framed, html_report
 from autopar.report.text import text_report
 from autopar.report.timeline import timeline
+from autopar.report.what_if import WhatIf, what_if
 from autopar.schedule import ALL_SCHEDULES, check_schedule
 from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, TENSOR_AXIS, make_mesh
 from autopar.sharding.layout import Layout, Mesh
@@ -34,7 +36,7 @@ from autopar.sharding.zero import COPIES, REDUCED
 from autopar.workload import Workload
 
 #: Raised whenever a plan that an older autopar wrote would be misread.
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,21 @@ class LayerSummary:
     name: str
     count: int
     splits: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What ``count`` modules of one kind cost together: ``parameters`` in elements, the model's ``flops`` in a step
+    (forward and backward, all ranks together, none for what is made again), and of the ranks that run them, one of
+    each stage, the ``seconds`` of kernels in a step and the ``collectives``, a bucket with the layer that needs it
+    first."""
+
+    name: str
+    count: int
+    parameters: int
+    flops: float
+    seconds: float
+    collectives: tuple[Collective, ...]
 
 
 @dataclass(frozen=True)
@@ -118,10 +135,13 @@ class Plan:
     of pp.
     ``stages`` are the modules of every pipeline stage (blocks, and modules outside of them that own parameters), in the
     order in which they run, as many stages a rank of pp as ``schedule`` has; one stage without a pipeline, and then
-    ``schedule`` is None. ``recompute`` says what the backward makes again instead of keeping it (`sharding.recompute`).
+    ``schedule`` is None. ``forwards_first`` if the backwards of micro-batches need a sum over all their forwards, which
+    then come first. ``recompute`` says what the backward makes again instead of keeping it (`sharding.recompute`).
     A step takes at most ``gap`` (a fraction) longer than with the best plan of ``gap_space``. ``operators`` gives, for
     every operator, what is split on each axis; ``flops_share`` is the largest share of the model's FLOPs that one rank
-    does. ``decisions`` are what `explain` shows. All numbers are finite.
+    does. ``decisions`` are what `explain` shows. ``flops`` are the model's in one step by the dtype that they are done
+    in, forward and backward, attention whole and without what is made again, as MFU counts them; ``costs`` are those of
+    its layers. ``what_ifs`` are the answers of `what_if`, where it was asked. All numbers are finite.
     """
 
     model: str
@@ -151,7 +171,11 @@ class Plan:
     hints: dict[str, Any]
     flops_share: float
     expert_group_size: int | None = None
+    forwards_first: bool = False
     decisions: tuple[Decision, ...] = ()
+    flops: dict[str, float] = field(default_factory=dict)
+    costs: tuple[LayerCosts, ...] = ()
+    what_ifs: tuple[WhatIf, ...] = ()
     timing: Timing | None = None
     version: int = PLAN_VERSION
 
@@ -200,17 +224,29 @@ class Plan:
         )
 
     def report(self, format: str = "text") -> str:
-        """The plan for people (``text``) or for programs (``json``, as `save` writes). PlanError for other formats."""
+        """The plan for people (``text``, or ``html``: one page that needs nothing else) or for programs (``json``, as
+        `save` writes). PlanError for other formats."""
         if format == "text":
             return text_report(self)
+        if format == "html":
+            return html_report(self)
         if format == "json":
             return json.dumps(self.to_dict(), indent=1, allow_nan=False)
         raise PlanError(
             f"There is no report format {format!r}.",
-            expected="text or json",
+            expected="text, html or json",
             found=repr(format),
-            change=nearest_names(str(format), ("text", "json")),
+            change=nearest_names(str(format), ("text", "html", "json")),
         )
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as one HTML page. The file appears whole or not at all. PlanError if it cannot be
+        written."""
+        _write(Path(path), self.report("html"), "report")
+
+    def _repr_html_(self) -> str:
+        """The report in a notebook, in a frame of its own."""
+        return framed(self.report("html"), f"Report: {self}")
 
     def explain(self, pattern: str) -> Explanation:
         """Why the modules and parameters that ``pattern`` matches are split as they are: the options that the solver
@@ -236,6 +272,12 @@ class Plan:
         """The plan for the same model, cluster and workload under ``hints``, and those of its own that they do not
         replace. PlanError if this plan was loaded, changed or its model is gone; and what `autopar.plan` raises."""
         return cast(Self, with_hints(self, hints))
+
+    def what_if(self, search_seconds: float | None = None) -> Self:
+        """This plan with ``what_ifs``: what would be decided with links half as fast, twice the batch, twice the
+        sequence, and a fifth more memory, each searched anew (for ``search_seconds`` at most, as `autopar.plan`; None:
+        as long as for this plan). PlanError if this plan was loaded, changed or its model is gone."""
+        return cast(Self, what_if(self, search_seconds))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold; `from_dict` gives an equal plan."""
@@ -337,9 +379,10 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
 
 
 def _decode_scalar(kind: Any, value: Any, where: str) -> Any:
-    right = isinstance(value, int | float if kind is float else kind) and not isinstance(value, bool)
+    right = isinstance(value, int | float if kind is float else kind) and isinstance(value, bool) == (kind is bool)
     if not right or (kind is float and not math.isfinite(value)):
-        names = {float: "a finite number", int: "a whole number", str: "text", types.NoneType: "null"}
+        names = {float: "a finite number", int: "a whole number", str: "text", bool: "true or false"}
+        names[types.NoneType] = "null"
         raise _bad(where, names[kind], value)
     return float(value) if kind is float else value
 
@@ -400,9 +443,9 @@ def _check_parameters(plan: Plan) -> None:
         known = set(axes) <= set(mesh.names) and len(set(axes)) == len(axes) and not layout.partial
         if len(layout.dims) != len(shape) or not known or not layout.divides(mesh, shape):
             raise _bad(f"plan.parameters.{name}.storage", f"a split of {shape} over {plan.degrees}", str(layout))
-        for field, values in (("copy", COPIES), ("gradient", REDUCED)):
-            if (value := getattr(parameter, field)) not in values:
-                raise _bad(f"plan.parameters.{name}.{field}", f"one of {', '.join(values)}", value)
+        for what, values in (("copy", COPIES), ("gradient", REDUCED)):
+            if (value := getattr(parameter, what)) not in values:
+                raise _bad(f"plan.parameters.{name}.{what}", f"one of {', '.join(values)}", value)
 
 
 def _check(plan: Plan) -> None:

@@ -17,9 +17,10 @@ from networkx.utils import UnionFind
 from torch import fx
 
 import autopar.ops.attention  # noqa: F401  defines the operators
-from autopar.capture.blocks import block_path, pattern
+from autopar.capture.blocks import pattern
 from autopar.capture.graph import Captured
 from autopar.plan import LayerSummary, ReplicatedOperator
+from autopar.report.names import layer_of
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.axes import SPREAD_AXES
 from autopar.sharding.layout import Mesh
@@ -29,9 +30,6 @@ from autopar.sharding.rules.attention import RING
 from autopar.sharding.rules.vocabulary import WORDS
 
 aten = torch.ops.aten
-
-ROOT = "(root)"
-"""Name of the layer that stands for what the outermost module computes itself."""
 
 #: An operator that does no FLOPs is named as replicated only if it moves at least this share of all bytes.
 BYTES_WORTH_NAMING = 0.01
@@ -65,7 +63,7 @@ def describe_layers(captured: Captured, operators: Operators, assignment: Assign
     modules: dict[str, dict[str, None]] = {}
     splits: dict[str, dict[tuple[str, str], None]] = {}
     for op in _described(operators):
-        layer = _layer(op.node.meta["module"])
+        layer = layer_of(op.node.meta["module"])
         modules.setdefault(pattern(layer), {})[layer] = None
         found = splits.setdefault(pattern(layer), {})
         for (axis, degree), choice in zip(assignment.mesh.axes, assignment.strategies[op.node], strict=True):
@@ -127,14 +125,6 @@ def _described(operators: Operators) -> Iterator[Operator]:
 def _looks_up_tokens(op: Operator, operators: Operators) -> bool:
     """Whether ``op`` is an embedding of the batch, not of positions, which are the same for all sequences."""
     return op.call.target is aten.embedding.default and bool(operators.batch_factors[op.node])
-
-
-def _layer(module: str) -> str:
-    """The layer that a module belongs to: the child of its block, or itself outside of the blocks."""
-    block = block_path(module)
-    if block is None:
-        return module or ROOT
-    return ".".join(module.split(".")[: block.count(".") + 2])
 
 
 def factor_words(captured: Captured, operators: Operators) -> dict[tuple[fx.Node, str], str]:

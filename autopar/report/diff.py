@@ -74,7 +74,7 @@ def diff(mine: Plan, other: Plan) -> PlanDiff:
             found=_other_structure(mine, other),
             change="plan the same model twice, for instance with other hints or on another cluster",
         )
-    every = (_given, _decided, _split, _storage, _seconds, _bytes)
+    every = (_given, decided, _split, _storage, _seconds, _bytes)
     return PlanDiff(mine.model, tuple(d for part in every for d in part(mine, other)))
 
 
@@ -124,7 +124,8 @@ def _given(mine: Plan, other: Plan) -> Iterator[Difference]:
         yield from _texts("given", {f"{what} {key}": (ours.get(key), theirs.get(key)) for key in keys})
 
 
-def _decided(mine: Plan, other: Plan) -> Iterator[Difference]:
+def decided(mine: Plan, other: Plan) -> Iterator[Difference]:
+    """What was decided otherwise, but for layouts."""
     axes = dict.fromkeys((*mine.degrees, *other.degrees))
     yield from _texts("decided", {axis: (mine.degrees.get(axis, 1), other.degrees.get(axis, 1)) for axis in axes})
     names = ("zero", "zero_group_size", "reshard_after_forward", "micro_batch_size", "num_micro_batches", "schedule",

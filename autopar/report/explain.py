@@ -156,7 +156,7 @@ def explain(plan: Plan, pattern: str) -> Explanation:
     hinted = ", ".join(name for name in plan.hints if name in plan.degrees or name == "zero")
     decisions = "1 decision" if len(found) == 1 else f"{len(found)} decisions"
     summary = f"{decisions} on {limits}" + (f" (hinted: {hinted})" if hinted else "")
-    return Explanation(str(pattern), summary, found, tuple(_judged(plan, d) for d in found))
+    return Explanation(str(pattern), summary, found, tuple(verdicts(d) for d in found))
 
 
 def _known(plan: Plan) -> list[str]:
@@ -168,7 +168,7 @@ def _known(plan: Plan) -> list[str]:
     return [name for name in names if name]
 
 
-def _judged(plan: Plan, decision: Decision) -> tuple[Verdict, ...]:
+def verdicts(decision: Decision) -> tuple[Verdict, ...]:
     """Every option of a decision with its verdict, the chosen one first."""
     won = decision.options[decision.chosen]
     rest = [option for option in decision.options if option is not won]

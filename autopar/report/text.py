@@ -42,6 +42,7 @@ def text_report(plan: Plan) -> str:
         ("Collectives of one step, a rank", _collectives(plan)),
         ("Operators whose work is repeated", _replicated(plan)),
         ("Runner-up plans", _alternatives(plan)),
+        *([("What would change the decision", _what_ifs(plan))] if plan.what_ifs else []),
     ]
     return rendered(sections)
 
@@ -58,8 +59,9 @@ def _summary(plan: Plan) -> Table:
         if plan.schedule is not None:
             chunks = len(plan.stages) // plan.degrees["pp"]
             yield "Pipeline", f"{len(plan.stages)} stages, {chunks} a rank of pp, by the schedule {plan.schedule}"
-        yield "Storage", _storage(plan)
-        yield "Micro-batches", f"{plan.num_micro_batches} of {plan.micro_batch_size} sequences"
+        yield "Storage", storage_text(plan)
+        first = ", all forwards before the first backward" if plan.forwards_first else ""
+        yield "Micro-batches", f"{plan.num_micro_batches} of {plan.micro_batch_size} sequences{first}"
         yield "Recompute", plan.recompute
         yield "Step time", f"{seconds_text(plan.step_time)}: {_parts(plan.breakdown)}"
         found = plan.binding
@@ -70,7 +72,7 @@ def _summary(plan: Plan) -> Table:
     return table(rows())
 
 
-def _storage(plan: Plan) -> str:
+def storage_text(plan: Plan) -> str:
     """What ZeRO splits, over what, and how long copies live."""
     size, dp, cp = plan.zero_group_size, plan.degrees["dp"], plan.degrees["cp"]
     over = "dp" if size is None else f"groups of {size} ranks of dp"
@@ -168,6 +170,22 @@ def _replicated(plan: Plan) -> Table | str:
 
 def _alternatives(plan: Plan) -> Table | str:
     return plans_table(plan.alternatives) if plan.alternatives else "none"
+
+
+def _what_ifs(plan: Plan) -> Table:
+    """One row a question."""
+    rows = [
+        (
+            w.question,
+            w.error or w.decision,
+            "" if w.step_time is None else seconds_text(w.step_time),
+            "" if (speed := w.speed(plan)) is None else f"{speed:.2f}x",
+            "" if w.peak_memory is None else bytes_text(w.peak_memory),
+            "" if w.error else "another plan" if w.changes else "the same",
+        )
+        for w in plan.what_ifs
+    ]
+    return table(rows, ("with", "would be", "step time", "speed", "memory", ""), right=(2, 3, 4))
 
 
 def plans_table(plans: Iterable[Alternative]) -> Table:

@@ -26,7 +26,8 @@ def script_of(plan: Plan, timing: Timing) -> Script:
     """What the ranks of a plan's pipeline do in a step, in which order."""
     trained = any(kind in timing.actions for kind in ("B", "I"))
     stages = len(plan.stages) if plan.schedule is not None else 1
-    return script(plan.schedule, plan.degrees[_PIPELINE], stages, plan.num_micro_batches, trained)
+    first = plan.forwards_first
+    return script(plan.schedule, plan.degrees[_PIPELINE], stages, plan.num_micro_batches, trained, first)
 
 
 def simulated(plan: Plan) -> tuple[Timing, Script, Simulated]:

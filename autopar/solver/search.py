@@ -15,10 +15,11 @@ from autopar.errors import HintError, InfeasibleError
 from autopar.garbage import collecting_later
 from autopar.hints import AXES, EXPERTS, Hints, check_hints, check_recompute
 from autopar.plan import Alternative, ParameterPlan, Plan
+from autopar.report.costs import flops_by_dtype, layer_costs
 from autopar.report.describe import describe_layers, describe_replicated
 from autopar.report.progress import Progress, progress
 from autopar.report.units import bytes_text, seconds_text
-from autopar.schedule import ALL_SCHEDULES, check_schedule, check_stages
+from autopar.schedule import ALL_SCHEDULES, FORWARDS_FIRST, check_schedule, check_stages
 from autopar.sharding.assignment import Assignment, ranks_of_experts, used_axes
 from autopar.sharding.axes import data_degree, expert_group_size, zero_group_size
 from autopar.sharding.operators import Operators, Value
@@ -26,14 +27,15 @@ from autopar.sharding.recompute import forward_blocks
 from autopar.sharding.zero import Zero
 from autopar.solver.candidates import Candidate, Limits, able_chunks, all_degrees
 from autopar.solver.carry import hint_pins, operator_choices
-from autopar.solver.estimate import Estimate
 from autopar.solver.constraints import check_constraints
+from autopar.solver.estimate import Estimate
 from autopar.solver.microbatches import loss_place
 from autopar.solver.outer import CONTEXT_TOKENS, HOPELESS, Estimates, Found, Frame, Solver, least_memory, small_plans
-from autopar.solver.parts import runs_in_parts, why_whole
+from autopar.solver.parts import forwards_first, runs_in_parts, why_whole
 from autopar.solver.pipeline import hinted, units
 from autopar.solver.setting import Setting, is_sharded
 from autopar.solver.spmd import read
+from autopar.solver.staged import Stages
 from autopar.workload import Workload
 
 #: What `Plan.gap` is a bound over.
@@ -88,9 +90,9 @@ def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: 
     shapes = {name: p.spec.shape for p in captured.parameters for name in (p.name, *p.aliases)}
     check_hints(hints, cluster.size, shapes)
     operators = read(captured, imbalance=workload.expert_imbalance)
+    check_constraints(operators, hints)
     zero = Zero(hints.zero, hints.reshard_after_forward is not False)
     setting = Setting(captured, operators, cluster, workload.optimizer, hints.recompute or "none", zero, compiled)
-    check_constraints(operators, hints)
     check_recompute(setting.recompute, len(forward_blocks(operators)))
     row = units(captured, operators)
     batch = workload.global_batch or 1
@@ -104,10 +106,24 @@ def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: 
         loss_place(captured)  # says what is wrong, if that is it
         if size * (hints.dp or cluster.size) < batch:  # more than one micro-batch, whatever dp is
             why_whole(captured, operators, batch)
+    setting = replace(setting, forwards_first=parts and forwards_first(captured, operators, batch))
+    if setting.forwards_first and hints.schedule is not None and hints.schedule not in FORWARDS_FIRST:
+        raise _backwards_wait(hints.schedule)
     experts, blocks = experts_of(captured, operators, hints.ep), len(forward_blocks(operators))
-    limits = Limits(batch, workload.seq_len or 1, len(row), parts, stages, experts, blocks or None)
+    limits = Limits(
+        batch, workload.seq_len or 1, len(row), parts, stages, experts, blocks or None, setting.forwards_first
+    )
     budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
     return Frame(setting, hints, hint_pins(captured, hints), limits, budget)
+
+
+def _backwards_wait(schedule: str) -> HintError:
+    return HintError(
+        f"The hint schedule={schedule!r} cannot be kept: backwards need a sum over the forwards of all micro-batches.",
+        expected=f"a schedule that runs all forwards first: {', '.join(sorted(FORWARDS_FIRST))}",
+        found="a loss that is no sum over samples, as a balancing loss of experts",
+        change="leave schedule out, or train without that loss (output_router_logits=False)",
+    )
 
 
 def experts_of(captured: Captured, operators: Operators, ep: int | None = None) -> int:
@@ -162,6 +178,7 @@ class _Search:
             zero=best.zero,
             zero_group_size=zero_group_size(best.mesh),
             expert_group_size=expert_group_size(best.mesh),
+            forwards_first=setting.forwards_first and c.micro_batches > 1,
             micro_batch_size=max(1, size),
             num_micro_batches=c.micro_batches,
             schedule=c.schedule,
@@ -183,6 +200,8 @@ class _Search:
             workload=self.workload.to_dict(),
             hints=self.frame.hints.to_dict(),
             flops_share=best.flops_share,
+            flops=flops_by_dtype(operators),
+            costs=layer_costs(Stages(setting, best.assignment, c.micro_batches, found.pipeline)),
             timing=best.timing,
         )
 

@@ -1,0 +1,77 @@
+"""What every kind of layer costs in a step: its FLOPs, its kernels' seconds and the collectives that it waits for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from autopar.capture.blocks import pattern
+from autopar.plan import LayerCosts
+from autopar.report.names import layer_of
+from autopar.sharding.operators import Operator
+from autopar.solver.collectives import Issue, totals
+
+if TYPE_CHECKING:
+    from autopar.solver.staged import Stages
+
+
+def flops_by_dtype(operators: Iterable[Operator]) -> dict[str, float]:
+    """The FLOPs of the model in one step of the global batch by the dtype that they are done in ("bfloat16"), forward
+    and backward, without what is made again; 2 a multiply-add, attention counted whole where it is causal."""
+    found: dict[str, float] = defaultdict(float)
+    for op in operators:
+        if op.flops:
+            floating = (spec.dtype for spec in op.call.operands if spec.dtype.is_floating_point)
+            dtype = next(floating, op.call.results[0].dtype)
+            found[str(dtype).removeprefix("torch.")] += op.flops
+    return dict(found)
+
+
+def layer_costs(stages: Stages) -> tuple[LayerCosts, ...]:
+    """The costs of all layers in the order of the graph. A layer is named as `describe_layers` does; what a bucket
+    moves counts for the layer of its first reader."""
+    modules: dict[str, dict[str, None]] = defaultdict(dict)
+    flops: dict[str, float] = defaultdict(float)
+    seconds: dict[str, float] = defaultdict(float)
+    for stage in stages.work:
+        for op in stage.operators:
+            name = _layer(op.node, modules)
+            flops[name] += op.flops
+            seconds[name] += stages.once[op.node] * _times(op, stages)
+        for op in stage.again:
+            seconds[_layer(op.node, modules)] += stages.once[op.node] * _times(op, stages)
+    issues: dict[str, list[Issue]] = defaultdict(list)
+    for issue in (issue for stage in stages.work for issue in stage.issues):
+        node = issue.ready if issue.reader is None else issue.reader
+        issues[layer_of("") if node is None else _layer(node, modules)].append(issue)
+    elements: dict[str, int] = defaultdict(int)
+    for p in stages.setting.captured.parameters:
+        elements[pattern(layer_of(p.name.rpartition(".")[0]))] += p.spec.numel
+    names = dict.fromkeys((*modules, *issues, *elements))
+    return tuple(
+        LayerCosts(
+            name,
+            len(modules[name]) or 1,
+            elements[name],
+            flops[name],
+            seconds[name],
+            totals(issues[name], stages.prices),
+        )
+        for name in names
+        if seconds[name] or issues[name] or elements[name]
+    )
+
+
+def _layer(node: fx.Node, modules: dict[str, dict[str, None]]) -> str:
+    """The kind of layer that a node belongs to; its own layer is noted among the ``modules`` of that kind."""
+    layer = layer_of(node.meta.get("module") or "")
+    modules[pattern(layer)][layer] = None
+    return pattern(layer)
+
+
+def _times(op: Operator, stages: Stages) -> int:
+    """How often an operator runs in a step."""
+    return stages.micro_batches if stages.operators.batch_factors[op.node] else 1
