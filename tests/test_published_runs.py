@@ -218,8 +218,8 @@ def test_what_stages_send_is_waited_for_without_overlap(rows: dict[str, Row]) ->
     (c,) = configurations(row, family_of(row))
     steps = script("1f1b", 2, 2, 2)
 
-    def seconds(p2p: str) -> float:
-        running = replace(RUNNING, sequence_parallel=False, p2p=p2p)
+    def seconds(p2p: str, **changes: Any) -> float:
+        running = replace(RUNNING, sequence_parallel=False, p2p=p2p, **changes)
         return simulate_step(as_run(timing, running, c), steps).seconds
 
     assert seconds("overlapped") == pytest.approx(3 * (1 + 2) + 2 * 0.2)
@@ -228,6 +228,8 @@ def test_what_stages_send_is_waited_for_without_overlap(rows: dict[str, Row]) ->
     # in turn both ranks also wait for what they receive: the second rank ends a forward at 2.4, a backward at 4.6 and
     # one more of each at 5.8 and 8; the first rank has its forwards until 2.4, and waits for both backwards
     assert seconds("in turn") == pytest.approx(8 + 2 + 0.2)
+    # gradients that are whole travel four times as long: the second rank ends its backwards at 5.2 and 9.2
+    assert seconds("in turn", whole_gradients=True) == pytest.approx(9.2 + 2 + 0.8)
 
 
 def test_products_add_up_gradients_and_owners_are_waited_for(rows: dict[str, Row]) -> None:

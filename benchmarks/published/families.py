@@ -32,6 +32,7 @@ class Family:
     cp_overlap: bool
     dp_overlap: bool
     p2p: str
+    whole_gradients: bool
     owners: bool
     fused_accumulation: bool
     fused_optimizer: bool

@@ -122,6 +122,7 @@ def running_of(row: Row, family: Family) -> Running:
         cp_overlap=family.cp_overlap,
         dp_overlap=family.dp_overlap or everything,
         p2p="overlapped" if everything else family.p2p,
+        whole_gradients=family.whole_gradients,
         owners=family.owners,
         fused_accumulation=family.fused_accumulation,
         fused_optimizer=family.fused_optimizer,

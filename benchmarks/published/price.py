@@ -9,7 +9,8 @@ What a framework does otherwise than autopar's runtime is put into the timing of
   the last backward, but for that of the last buckets;
 * without overlap between pipeline stages what travels between them is waited for after every action: what the stage
   sends, beside which it receives, or where messages go one after the other what it receives too; ranks of tp send a
-  part each, also where all of them have the whole (Narayanan et al., arXiv:2104.04473, section 4.1);
+  part each, also where all of them have the whole (Narayanan et al., arXiv:2104.04473, section 4.1), if a framework
+  does not keep gradients whole;
 * with owners every rank has whole parameters' states, and sends them to all others once a step before its forward,
   one rank after the other, where else every rank gathers its part of all;
 * products of a backward may add up the gradients that they make, in the buffer's own dtype (Megatron-LM's
@@ -78,9 +79,9 @@ class Running:
     """What a framework does: ``compiled`` kernels, Megatron's ``sequence_parallel`` (and whether what it
     gathers is ``gathered_again`` in the backward instead of kept), and whether collectives over tp,
     over cp, and those of data parallelism at the ends of a step are overlapped; whether what travels between pipeline
-    stages is ("p2p": "overlapped", "waited for", or "in turn"); whether parameters have ``owners``; whether products
-    add up gradients (``fused_accumulation``); a ``fused_optimizer``; and, where kernels are not ``compiled``, a
-    ``fused_loss``."""
+    stages is ("p2p": "overlapped", "waited for", or "in turn"), and whether ranks of tp send ``whole_gradients`` back;
+    whether parameters have ``owners``; whether products add up gradients (``fused_accumulation``); a
+    ``fused_optimizer``; and, where kernels are not ``compiled``, a ``fused_loss``."""
 
     compiled: bool
     sequence_parallel: bool
@@ -93,6 +94,7 @@ class Running:
     fused_accumulation: bool
     fused_optimizer: bool
     fused_loss: bool = False
+    whole_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,8 @@ def as_run(timing: Timing, running: Running, c: Configuration) -> Timing:
         for place in dict.fromkeys(timing.actions.get("B", ())):  # hybrid ZeRO reduces across its groups block by block
             programs[place] = _hidden(programs[place], _compute(programs[place]), slowed, (REPLICATE_AXIS,))
     parts = 1 if running.sequence_parallel else c.tp
-    up, down = (tuple(seconds / parts for seconds in sent) for sent in (timing.up, timing.down))
+    up = tuple(seconds / parts for seconds in timing.up)
+    down = timing.down if running.whole_gradients else tuple(seconds / parts for seconds in timing.down)
     timing = replace(timing, programs=tuple(programs), up=up, down=down)
     return timing if running.p2p == "overlapped" or c.pp == 1 else _waiting(timing, running.p2p == "in turn")
 
