@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
 from autopar.capture.hf import default_seq_len, example_batch, is_transformers_model
+from autopar.capture.hf_adapters import core
+from autopar.capture.hf_generate import decodes, decoding_batch
 from autopar.capture.trace import refuse_empty
 from autopar.cluster import Cluster
 from autopar.errors import (
@@ -101,8 +103,10 @@ def check_weights(model: nn.Module, weights: object) -> None:
 def one_batch(
     model: nn.Module, workload: Workload, example_inputs: ExampleInputs | None, world_size: int
 ) -> tuple[Workload, tuple[Any, ...], dict[str, Any]]:
-    """One global batch, and the workload with its sizes filled in; without example inputs it is as long as the largest
-    bucket of ``pad_to``. WorkloadError for ``pad_to`` with a model whose inputs have no known names."""
+    """One global batch, and the workload with its sizes filled in. Without example inputs it is as long as the largest
+    bucket of ``pad_to``; of a decoder that is to infer it has one token a sample, and a cache of all others.
+    WorkloadError for ``pad_to`` with a model whose inputs have no known names."""
+    model = core(model)
     if workload.pad_to is not None and not is_transformers_model(model):
         raise WorkloadError(
             f"pad_to cannot pad the inputs of {type(model).__name__}",

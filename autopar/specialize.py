@@ -146,7 +146,7 @@ def specialize_step(
     found = _carry(plan, captured, local, count)
     operators, assignment = found.operators, found.assignment
     kept = keepings(captured, operators, assignment, plan)
-    split = frozenset(captured.inputs)
+    split = frozenset(rows(captured))
     if count > 1:
         split = split_inputs(captured)
         assignment = in_micro_batches(captured, operators, assignment, count, split, kept)
@@ -198,4 +198,4 @@ def _length_dims(captured: Captured) -> tuple[frozenset[int], ...]:
 
 
 #: How a `ParallelModule` comes to its programs.
-MAKERS = Makers(specialize, specialize_step)
+MAKERS = Makers(specialize, specialize_step, specialize_cached)

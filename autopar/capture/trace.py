@@ -24,6 +24,7 @@ from autopar import ops
 from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling, fake_like, pytree, unvalidated
 from autopar.capture import hf
 from autopar.capture.decompositions import decomposition_table
+from autopar.capture.hf_adapters import core
 from autopar.capture.layers import SplittableLayers
 from autopar.capture.random import refuse_constants
 from autopar.capture.selected import NotRouted
@@ -269,13 +270,14 @@ def trace(
 
     Only the shapes and dtypes of the tensors in ``args`` and ``kwargs`` matter (meta tensors are fine). ``training``
     defaults to the model's own mode; ``prepare`` may change the copy that is traced. ``param_dtype`` takes the place of
-    the floating point dtypes of parameters and inputs. Raises CaptureError, InputError.
+    the floating point dtypes of parameters and inputs; without ``gradients`` the model counts as frozen. Raises
+    CaptureError, InputError.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     clone = _clone(model, mode, param_dtype)
-    is_hf = hf.is_transformers_model(model)
+    is_hf = hf.is_transformers_model(core(model))
     if is_hf:
-        hf.prepare(clone)
+        hf.prepare(core(clone))
     clone.train(model.training if training is None else training)
     _attributes_to_buffers(clone)
     aliases = _aliases(clone)
@@ -290,7 +292,7 @@ def trace(
         seed = torch.empty(2, dtype=torch.int64)
     constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
     flat = _Flat(clone, spec, constants, seed)
-    frozen = not any(p.requires_grad for p in clone.parameters())
+    frozen = not gradients or not any(p.requires_grad for p in clone.parameters())
     if frozen:  # traced as if it were not, for a joint graph like any other; its gradients are not asked for
         clone.requires_grad_(True)
     if not any(p.requires_grad for p in clone.parameters()):
@@ -301,7 +303,7 @@ def trace(
             change="nothing is to be split: run it as it is",
         )
     attributes = _plain(clone)
-    with _trace_context(is_hf, is_hf and hf.may_pack(model, kwargs)) as stack:
+    with _trace_context(is_hf, is_hf and hf.may_pack(core(model), kwargs)) as stack:
         try:
             with refuse_constants():
                 table = decomposition_table()
@@ -313,4 +315,4 @@ def trace(
     assert flat.output_spec is not None
     _warn_of_changes(attributes, _plain(clone))
     returned = (flat.output_spec, flat.output_constants)
-    return Traced(joint.graph_module, spec, *returned, aliases, flat.streams, frozen)
+    return Traced(joint.graph_module, spec, constants, *returned, aliases, flat.streams, frozen)

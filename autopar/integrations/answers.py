@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from autopar.capture.hf_adapters import core
 from autopar.errors import InputError
 from autopar.runtime.module import ParallelModule
 
@@ -26,18 +27,20 @@ class _Answering(ParallelModule):
                 "transformers' Trainer gives every process other samples and scales losses for DistributedDataParallel",
                 expected="the Trainer of autopar.integrations.trainer, which is the same for a parallel module",
                 found="another one",
-                change="from autopar.integrations.trainer import Trainer, or put its ParallelTrainerMixin before yours",
+                change="from autopar.integrations.trainer import AutoparTrainer, or put its ParallelTrainerMixin "
+                "before yours",
             )
         return True
 
 
 def answering(module: ParallelModule, model: nn.Module, inputs: str) -> ParallelModule:
-    """``module`` itself, which from now on answers as ``model`` does; ``inputs`` are whose its batches are."""
+    """``module`` itself, which from now on answers as ``model`` does, or as the model that its adapters are in;
+    ``inputs`` are whose its batches are."""
 
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         return ParallelModule.forward(self, *args, **kwargs)
 
-    original = type(model)
+    original = type(core(model))
     forward.__doc__ = ParallelModule.forward.__doc__
     forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
     module.__class__ = type(original.__name__, (_Answering,), {"forward": forward, "inputs": inputs})

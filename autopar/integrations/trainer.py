@@ -11,19 +11,25 @@ Tried with transformers 5.24 and accelerate 1.15, whose methods of the same name
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_pt_utils import safe_globals
 
 from autopar._compat import pytree
 from autopar.errors import InputError
+from autopar.integrations.checkpoints import load_state, load_weights, save_state
+from autopar.integrations.training_arguments import Wanted, as_planned, check, split
 from autopar.runtime.batches import check_alike, contents, describe
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.process import host_group
@@ -33,39 +39,76 @@ if TYPE_CHECKING:
 else:
     _Mixed = object
 
-#: Training arguments that would do again what a plan does, or something that only works on one process, and what does
-#: it instead.
-_INSTEAD = {
-    "bf16": "Workload(param_dtype=torch.bfloat16)",
-    "fp16": "Workload(param_dtype=torch.float16)",
-    "bf16_full_eval": "model.to(torch.bfloat16) before parallelize",
-    "fp16_full_eval": "model.to(torch.float16) before parallelize",
-    "fsdp": "Hints(zero=3)",
-    "deepspeed": "Hints(zero=3)",
-    "parallelism_config": "Hints(tp=...)",
-    "activation_checkpointing": "Hints(recompute=...)",
-    "gradient_checkpointing": "Hints(recompute=...)",
-    "torch_compile": "graphs as they are emitted",
-    "auto_find_batch_size": "Hints(memory_limit=...), and a plan that fits",
-    "load_best_model_at_end": "from_pretrained of the best checkpoint when training is done",
-}
+#: The random state of all ranks, who draw alike, under the name that a Trainer of one process gives it.
+RANDOM_STATE = "rng_state.pth"
 
 
 class ParallelTrainerMixin(_Mixed):
     """Before a Trainer class, ``class MyTrainer(ParallelTrainerMixin, SFTTrainer)``, it makes it one for a parallel
-    module; `Trainer` is that for transformers' own.
+    module; `AutoparTrainer` is that for transformers' own.
 
-    InputError for another model, for a module made with ``inputs="local"``, and for arguments that would do again what
-    the plan does. Checkpoints hold weights (``save_only_model=True``), written by all ranks together.
+    ``model`` is what `autopar.parallelize` returned, or a model that is not split yet: that is split here, for batches
+    like the first of ``train_dataset`` (or ``example_inputs``), by ``plan`` or as ``hints``, ``workload`` and
+    ``cluster`` say; of the training arguments ``bf16`` is then ``Workload(param_dtype="bfloat16")`` and
+    ``gradient_checkpointing`` ``Hints(recompute="full")``. ``model_init`` is split likewise.
+
+    InputError for a module made with ``inputs="local"``, and for arguments that would do again what the plan does.
+    Checkpoints hold the model as ``save_pretrained`` writes it, and what `autopar.TrainingState` has, so that any plan
+    for the model, on any number of ranks, goes on from them.
     """
 
-    def __init__(self, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
-        check(model, args)
-        model.__dict__["in_trainer"] = True
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        *rest: Any,
+        plan: Any = None,
+        hints: Any = None,
+        workload: Any = None,
+        cluster: Any = None,
+        example_inputs: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        args = args or transformers.TrainingArguments(output_dir="tmp_trainer")
+        tokenizer = kwargs.get("processing_class", rest[1] if len(rest) > 1 else None)
+        data = (train_dataset, data_collator, tokenizer)
+        self.__dict__["_wanted"] = Wanted(args, data, plan, hints, workload, cluster, example_inputs)
+        if model is not None:
+            model = self._split(model)
+        only, args = args.save_only_model, as_planned(args)
+        args.save_only_model = True  # the Trainer knows no way to keep optimizers of models that it does not wrap
         try:
-            super().__init__(model, args, *rest, **kwargs)
+            super().__init__(model, args, data_collator, train_dataset, *rest, **kwargs)
         finally:
-            model.__dict__["in_trainer"] = False
+            args.save_only_model = only
+            for module in (model, getattr(self, "model", None)):
+                if isinstance(module, ParallelModule):
+                    module.__dict__["in_trainer"] = False
+        if self._in_steps and (self.compute_loss_func is not None or self.label_smoother is not None):
+            raise InputError(
+                "a pipeline computes the loss of the model itself",
+                expected="a model that returns its loss",
+                found="compute_loss_func or label_smoothing_factor, and a plan with a pipeline",
+                change="leave them out, or take a plan without one: Hints(pp=1)",
+            )
+
+    def _split(self, model: Any) -> ParallelModule:
+        """The parallel module of a model, which from now on answers the questions of a Trainer's constructor."""
+        found = model if isinstance(model, ParallelModule) else split(model, self._wanted)
+        check(found, self._wanted.args)
+        found.__dict__["in_trainer"] = True
+        return found
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """The model of ``model_init``, split."""
+        return self._split(super().call_model_init(trial))
+
+    @property
+    def _in_steps(self) -> bool:
+        """Whether a batch takes `ParallelModule.train_step`: under a pipeline."""
+        return self.model.plan.schedule is not None
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer does, for one process."""
@@ -85,11 +128,33 @@ class ParallelTrainerMixin(_Mixed):
         check_alike(f"{describe((), found)} with contents {contents(tensors)}", host_group())
         return found
 
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of a batch; returns its loss, of tokens that count in the whole optimizer step where the
+        model takes their number."""
+        if not self._in_steps:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
+        model.train()
+        given = self._prepare_inputs(inputs)
+        counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        if counted:
+            given = {**given, "num_items_in_batch": num_items_in_batch}
+        loss = self.model.train_step(**given)
+        if counted:
+            return loss
+        if self.accelerator.sync_gradients:  # the last batch of the step: their mean, as the Trainer takes it
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad /= self.current_gradient_accumulation_steps
+        return loss / self.current_gradient_accumulation_steps
+
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        return _whole(super()._clip_grad_norm(model))
+        return self.model.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return _whole(super()._get_grad_norm(model, grad_norm))
+        return self.model.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Called by all ranks: what the Trainer writes, the weights by the module itself."""
@@ -100,36 +165,48 @@ class ParallelTrainerMixin(_Mixed):
                 self.processing_class.save_pretrained(folder)
             torch.save(self.args, folder / "training_args.bin")
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """All ranks write their pieces of the training state, rank 0 the schedule."""
+        save_state(output_dir, self.model, self.optimizer.optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
-class Trainer(ParallelTrainerMixin, transformers.Trainer):
-    """transformers' Trainer for what `autopar.parallelize` returns; all else is as there."""
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:
+            state = {
+                "python": random.getstate(),
+                "numpy": np.random.get_state(),
+                "cpu": torch.random.get_rng_state(),
+            }
+            if torch.cuda.is_available():
+                state["cuda"] = torch.cuda.get_rng_state()
+            torch.save(state, Path(output_dir) / RANDOM_STATE)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        load_weights(resume_from_checkpoint, model or self.model)
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        load_weights(self.state.best_model_checkpoint, self.model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and load_state(checkpoint, self.model, self.optimizer.optimizer):
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (file := Path(checkpoint) / RANDOM_STATE).is_file():
+            return
+        with safe_globals():
+            state = torch.load(file, weights_only=True)
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.random.set_rng_state(state["cpu"])
+        if torch.cuda.is_available() and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"])
 
 
-def check(model: object, args: Any) -> None:
-    """InputError for a model or training arguments with which training would not be that of one process."""
-
-    def refuse(what: str, expected: str, found: str, change: str) -> None:
-        raise InputError(what, expected=expected, found=found, change=change)
-
-    if not isinstance(model, ParallelModule):
-        refuse("this Trainer is for parallel modules", "what autopar.parallelize returned", type(model).__name__,
-               "pass model=autopar.parallelize(model), or use transformers.Trainer")  # fmt: skip
-    if getattr(model, "inputs", "global") == "local":
-        refuse("this Trainer gives all processes the same batch", 'a module made with inputs="global"',
-               'inputs="local"', "leave inputs out; per_device_train_batch_size is then the global batch")  # fmt: skip
-    for name, instead in _INSTEAD.items():
-        if getattr(args, name, None):
-            refuse(f"the training argument {name} is for a model that is not split yet", instead,
-                   f"{name}={getattr(args, name)!r}", f"leave {name} out")  # fmt: skip
-    if getattr(args, "save_strategy", "no") != "no" and not args.save_only_model:
-        refuse("the Trainer writes the optimizer state of one process only", "checkpoints of weights alone",
-               f"save_strategy={str(args.save_strategy)!r}",
-               "save_only_model=True, or save_strategy='no' and torch.distributed.checkpoint")  # fmt: skip
-
-
-def _whole(norm: Any) -> Any:
-    """A norm as a plain number or tensor."""
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+class AutoparTrainer(ParallelTrainerMixin, transformers.Trainer):
+    """transformers' Trainer for parallel modules; see `ParallelTrainerMixin`. All else is as there."""
 
 
 class _OneProcess(Accelerator):
@@ -163,4 +240,4 @@ class _OneProcess(Accelerator):
 
     def no_sync(self, model: Any) -> Any:
         """The micro-batches of a step but the last."""
-        return model.accumulate()
+        return model.accumulate() if model.plan.schedule is None else contextlib.nullcontext()

@@ -11,9 +11,11 @@ it knows. A checkpoint is written into a directory of its own, and is complete w
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,15 @@ class TrainingState(Stateful):
     It has the module's parameters and persistent buffers under the model's own names, the optimizers' state by
     parameter name, and where the module's dropout has got to (`ParallelModule.seed`): a run that is continued draws the
     masks that an uninterrupted one draws. Any plan for the same model, on any number of ranks, can load it.
+    Without ``frozen`` parameters it has those that are trained alone, as of a model with adapters.
     InputError for another module, OptimizerError for an optimizer of other parameters.
     """
 
-    def __init__(self, model: ParallelModule, optimizers: Optimizer | Iterable[Optimizer] = ()) -> None:
+    def __init__(
+        self, model: ParallelModule, optimizers: Optimizer | Iterable[Optimizer] = (), *, frozen: bool = True
+    ) -> None:
         self.model = model
+        self.options = OPTIONS if frozen else replace(OPTIONS, ignore_frozen_params=True)
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         if not isinstance(model, ParallelModule):
             raise InputError(
@@ -63,19 +69,35 @@ class TrainingState(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         """References to all tensors, not copies; the optimizers get their state if they have made no step yet."""
-        model, optimizers = get_state_dict(self.model, self.optimizers, options=OPTIONS)
+        with _without_empty_groups(self.optimizers):
+            model, optimizers = get_state_dict(self.model, self.optimizers, options=self.options)
         return {"model": model, "optimizers": optimizers, "dropout": self.model.seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what was read into the tensors of `state_dict`."""
-        set_state_dict(
-            self.model,
-            self.optimizers,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optimizers"],
-            options=OPTIONS,
-        )
+        with _without_empty_groups(self.optimizers):
+            set_state_dict(
+                self.model,
+                self.optimizers,
+                model_state_dict=state_dict["model"],
+                optim_state_dict=state_dict["optimizers"],
+                options=replace(self.options, strict=not self.options.ignore_frozen_params),
+            )
         self.model.seed.copy_(state_dict["dropout"])
+
+
+@contextlib.contextmanager
+def _without_empty_groups(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """For a while without groups that have no parameters, as on a pipeline stage that has none of a kind: PyTorch looks
+    up the settings of a group by the name of its first."""
+    hidden = [(o, i, group) for o in optimizers for i, group in enumerate(o.param_groups) if not group["params"]]
+    for optimizer in optimizers:
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    try:
+        yield
+    finally:
+        for optimizer, i, group in hidden:
+            optimizer.param_groups.insert(i, group)
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:

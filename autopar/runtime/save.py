@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.hf import is_transformers_model
+from autopar.capture.hf_adapters import adapter_names, is_adapted, save_adapters
 from autopar.capture.hf_weights import Group, groups_to_save, names_to_save, save_configs
 from autopar.errors import AutoparError, RuntimeFailure, WeightsError
 from autopar.plan import Plan
@@ -104,11 +105,14 @@ def _collect(piece: Tensor | None, spec: TensorSpec, layout: Layout, mesh: Mesh,
 def save(model: nn.Module, gather: Gather, directory: str | os.PathLike[str], max_file: int) -> None:
     """Write ``model`` to ``directory`` in files of at most ``max_file`` bytes (what is converted together and is larger
     has its own), with its config; other files that the directory has stay. All ranks call it, rank 0 writes, and all
-    return when the directory is complete.
+    return when the directory is complete. Of a model with PEFT's adapters those alone are written.
 
     Host memory: one file on rank 0, one piece on others. WeightsError, on every rank, for a model that is not of
     transformers, or if the directory cannot be written.
     """
+    if is_adapted(model):
+        _save_adapters(model, gather, Path(os.path.realpath(directory)))
+        return
     if not is_transformers_model(model):
         raise WeightsError(
             f"save_pretrained does not know how {type(model).__name__} is stored",
@@ -126,6 +130,28 @@ def save(model: nn.Module, gather: Gather, directory: str | os.PathLike[str], ma
             _write_file(model, gather, parts, unfinished / name, writes)
             trim()
         _on_writer(writes, _complete, model, files, unfinished, target)
+    finally:
+        if writes:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _save_adapters(model: nn.Module, gather: Gather, target: Path) -> None:
+    """Write the adapters of a PEFT model, of which rank 0 gathers all: each file takes the place of an older one when
+    all are complete."""
+    tensors = {}
+    for name in dict.fromkeys(name for names in adapter_names(model).values() for name in names.values()):
+        whole = gather(name)
+        if whole is not None:
+            tensors[name] = whole
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+
+    def write() -> None:
+        save_adapters(model, tensors, unfinished)
+        shutil.copytree(unfinished, target, copy_function=os.replace, dirs_exist_ok=True)
+
+    writes = dist.get_rank() == 0
+    try:
+        _on_writer(writes, write)
     finally:
         if writes:
             shutil.rmtree(unfinished, ignore_errors=True)

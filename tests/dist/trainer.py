@@ -17,15 +17,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from small_models import llama, tokens
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from training import assert_close, say
 from transformers import LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import autopar
 from autopar import Hints
-from autopar.errors import InputError, RuntimeFailure
-from autopar.integrations.trainer import Trainer
+from autopar.errors import HintError, InputError, RuntimeFailure
+from autopar.integrations.trainer import AutoparTrainer
 
 SAMPLES, LENGTH, BATCH = 22, 8, 4
 
@@ -37,7 +37,11 @@ RUNS: dict[str, tuple[dict[str, Any], Hints]] = {
     "the model's loss, accumulated": (
         {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}, Hints(dp=2)),
     "label smoothing": ({"label_smoothing_factor": 0.1}, Hints(dp=2)),
+    "a pipeline, accumulated": ({"gradient_accumulation_steps": 2}, Hints(pp=2, micro_batch_size=1)),
 }  # fmt: skip
+
+#: What a run that is taken up again is asked to do, and the step after which it is: in the middle of an epoch.
+KEPT, STEP = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1}, 4
 
 
 def samples() -> list[dict[str, Tensor]]:
@@ -75,7 +79,8 @@ class Logged(TrainerCallback):
                 self.seen.setdefault(name, []).append(float(logs[name]))
 
 
-def make(kind: Any, model: nn.Module, folder: Path, *, loss: bool = False, data: Any = None, **asked: Any) -> Any:
+def make(kind: Any, model: Any, folder: Path, *, loss: bool = False, data: Any = None, hints: Hints | None = None,
+         model_init: Any = None, **asked: Any) -> Any:  # fmt: skip
     """A Trainer with weight decay, a schedule, clipping and an evaluation at the end of each of two epochs, whose last
     batches are short."""
     arguments = TrainingArguments(**{
@@ -85,13 +90,15 @@ def make(kind: Any, model: nn.Module, folder: Path, *, loss: bool = False, data:
         "save_strategy": "no", "report_to": [], "disable_tqdm": True, "seed": 11, **asked,
     })  # fmt: skip
     data = data or samples()
+    more: dict[str, Any] = {"hints": hints} if hints is not None else {}
+    more |= {"model_init": model_init} if model_init is not None else {}
     return kind(model=model, args=arguments, train_dataset=data, eval_dataset=data[:6], callbacks=[Logged()],
-                compute_loss_func=loss_of if loss else None, compute_metrics=right)  # fmt: skip
+                compute_loss_func=loss_of if loss else None, compute_metrics=right, **more)  # fmt: skip
 
 
-def train(trainer: Any) -> dict[str, Tensor]:
-    """Everything that was logged, and the weights at the end, whole."""
-    trainer.train()
+def train(trainer: Any, **how: Any) -> dict[str, Tensor]:
+    """Everything that was logged, and the weights at the end, whole (of a pipeline those of this rank's stage)."""
+    trainer.train(**how)
     logged = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Logged))
     found = {name: torch.tensor(values) for name, values in logged.seen.items()}
     for name, p in trainer.model.named_parameters():
@@ -113,6 +120,48 @@ def saved(trainer: Any, found: dict[str, Tensor], folder: Path) -> None:
     assert all(torch.equal(p, found[name]) for name, p in loaded.items()) and (folder / "training_args.bin").exists()
 
 
+def resumed(folder: Path) -> None:
+    """A run that is kept and taken up by other plans ends where one process does that is never interrupted."""
+    truth = torch.load(folder / "kept.pt")
+    trainer = make(AutoparTrainer, parallel(Hints(dp=2, zero=3)), folder / "kept", **KEPT)
+    assert_close(train(trainer), truth, "a run that is kept")
+    for hints in (Hints(tp=2), Hints(pp=2, micro_batch_size=2)):
+        trainer = make(AutoparTrainer, parallel(hints), folder / "kept", **KEPT)
+        found = train(trainer, resume_from_checkpoint=str(folder / "kept" / f"checkpoint-{STEP}"))
+        assert len(found["loss"]) == len(truth["loss"]) - STEP > 0
+        rest = {name: value[STEP:] for name, value in truth.items() if name in ("loss", "grad_norm", "learning_rate")}
+        assert_close({name: found[name] for name in rest}, rest, f"what is logged under {hints}")
+        assert_close({n: t for n, t in found.items() if "." in n}, {n: truth[n] for n in found if "." in n}, str(hints))
+    dist.barrier()
+
+
+def the_best(folder: Path) -> None:
+    """At the end the weights of the best of the evaluations, which here is not the last; those that went into a
+    checkpoint without optimizers come out of it as well."""
+    asked = {"save_strategy": "epoch", "load_best_model_at_end": True, "metric_for_best_model": "eval_tokens",
+             "greater_is_better": True, "save_only_model": True}  # fmt: skip
+    trainer = make(AutoparTrainer, parallel(Hints(dp=2, zero=3)), folder / "best", **asked)
+    found = train(trainer)
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-6")
+    assert not (folder / "best" / "checkpoint-6" / "training_state").exists()
+    best = dict(LlamaForCausalLM.from_pretrained(folder / "best" / "checkpoint-6").named_parameters())
+    last = dict(LlamaForCausalLM.from_pretrained(folder / "best" / "checkpoint-12").named_parameters())
+    assert all(torch.equal(p, found[name]) and not torch.equal(p, last[name]) for name, p in best.items())
+
+
+def whole_models(folder: Path) -> None:
+    """A model that comes whole is split as arguments and hints say, for batches like those of the dataset."""
+    asked: dict[str, Any] = {"bf16": True, "gradient_checkpointing": True, "max_steps": 2}
+    trainer = make(AutoparTrainer, llama(num_hidden_layers=1), folder, hints=Hints(tp=2), **asked)
+    plan = trainer.model.plan
+    assert plan.degrees["tp"] == 2 and plan.recompute == "full" and plan.workload["param_dtype"] == "bfloat16"
+    assert (plan.workload["global_batch"], plan.workload["seq_len"]) == (BATCH, LENGTH)
+    found = train(trainer)
+    assert len(found["loss"]) == 2 and all(t.dtype == torch.float32 for n, t in found.items() if "." in n)
+    trainer = make(AutoparTrainer, None, folder, model_init=lambda: llama(num_hidden_layers=1), max_steps=1)
+    assert len(train(trainer)["loss"]) == 1 and trainer.model.plan.degrees["pp"] == 1
+
+
 def refused(kind: type[Exception], text: str, act: Callable[[], object]) -> None:
     """``act`` raises an error of ``kind`` that says ``text``, on every rank."""
     try:
@@ -126,16 +175,22 @@ def refused(kind: type[Exception], text: str, act: Callable[[], object]) -> None
 def refusals(folder: Path) -> None:
     """What would train something else is refused before it does, each by its own words."""
     model = parallel(Hints(dp=2))
-    make(Trainer, model, folder)
+    make(AutoparTrainer, model, folder)
     refused(InputError, "autopar.integrations.trainer", lambda: make(transformers.Trainer, model, folder))
     refused(InputError, "per_device_train_batch_size is then the global batch",
-            lambda: make(Trainer, parallel(Hints(dp=2), inputs="local"), folder))  # fmt: skip
-    refused(InputError, "what autopar.parallelize returned", lambda: make(Trainer, llama(num_hidden_layers=1), folder))
-    refused(InputError, "Workload(param_dtype=torch.bfloat16)", lambda: make(Trainer, model, folder, bf16=True))
-    refused(InputError, "save_only_model=True", lambda: make(Trainer, model, folder, save_strategy="steps"))
+            lambda: make(AutoparTrainer, parallel(Hints(dp=2), inputs="local"), folder))  # fmt: skip
+    refused(InputError, 'Workload(param_dtype="bfloat16")', lambda: make(AutoparTrainer, model, folder, bf16=True))
+    refused(InputError, 'Hints(recompute="full")',
+            lambda: make(AutoparTrainer, model, folder, gradient_checkpointing=True))  # fmt: skip
+    refused(InputError, "Hints(memory_limit=...)",
+            lambda: make(AutoparTrainer, model, folder, auto_find_batch_size=True))  # fmt: skip
+    refused(InputError, "computes the loss of the model itself",
+            lambda: make(AutoparTrainer, parallel(Hints(pp=2)), folder, loss=True))  # fmt: skip
+    refused(HintError, "contradict each other", lambda: make(AutoparTrainer, llama(num_hidden_layers=1), folder,
+            hints=Hints(recompute="none"), gradient_checkpointing=True))  # fmt: skip
     other = samples()
     other[-1 - dist.get_rank()]["input_ids"] = torch.zeros(LENGTH, dtype=torch.int64)
-    trainer = make(Trainer, model, folder, data=other)
+    trainer = make(AutoparTrainer, model, folder, data=other)
     refused(RuntimeFailure, "ranks [1] passed another batch than rank 0", trainer.train)
 
 
@@ -147,17 +202,22 @@ def main() -> None:
         if "RANK" not in os.environ:
             torch.save(train(make(transformers.Trainer, llama(num_hidden_layers=1), folder, **asked)), file)
             continue
-        trainer = make(Trainer, parallel(hints), folder, **asked)
+        trainer = make(AutoparTrainer, parallel(hints), folder, **asked)
         found, truth = train(trainer), torch.load(file)
-        assert len(found["eval_loss"]) == 2 and set(found) == set(truth)
-        assert_close(found, truth, name)
+        own = {n: t for n, t in truth.items() if "." not in n or hints.pp is None or n in found}
+        assert len(found["eval_loss"]) == 2 and set(found) == set(own)
+        assert_close(found, own, name)
         if number == 0:
             saved(trainer, found, folder / "saved")
         say(f"ok {name}")
-    if "RANK" in os.environ:
-        refusals(folder)
-        say("ok refusals")
-        dist.destroy_process_group()
+    if "RANK" not in os.environ:
+        torch.save(train(make(transformers.Trainer, llama(num_hidden_layers=1), folder / "one", **KEPT)),
+                   folder / "kept.pt")  # fmt: skip
+        return
+    for check in (resumed, the_best, whole_models, refusals):
+        check(folder)
+        say(f"ok {check.__name__}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
