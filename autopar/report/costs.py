@@ -31,8 +31,8 @@ def flops_by_dtype(operators: Iterable[Operator]) -> dict[str, float]:
 
 
 def layer_costs(stages: Stages) -> tuple[LayerCosts, ...]:
-    """The costs of all layers in the order of the graph. A layer is named as `describe_layers` does; what a bucket
-    moves counts for the layer of its first reader."""
+    """The costs of all layers in the order of the graph. A layer is named as `describe_layers` does; parameters
+    and gradients move in buckets, which count for the block as a whole that needs them."""
     modules: dict[str, dict[str, None]] = defaultdict(dict)
     flops: dict[str, float] = defaultdict(float)
     seconds: dict[str, float] = defaultdict(float)
@@ -45,8 +45,7 @@ def layer_costs(stages: Stages) -> tuple[LayerCosts, ...]:
             seconds[_layer(op.node, modules)] += stages.once[op.node] * _times(op, stages)
     issues: dict[str, list[Issue]] = defaultdict(list)
     for issue in (issue for stage in stages.work for issue in stage.issues):
-        node = issue.ready if issue.reader is None else issue.reader
-        issues[layer_of("") if node is None else _layer(node, modules)].append(issue)
+        issues[_of_issue(issue, modules)].append(issue)
     elements: dict[str, int] = defaultdict(int)
     for p in stages.setting.captured.parameters:
         elements[pattern(layer_of(p.name.rpartition(".")[0]))] += p.spec.numel
@@ -63,6 +62,18 @@ def layer_costs(stages: Stages) -> tuple[LayerCosts, ...]:
         for name in names
         if seconds[name] or issues[name] or elements[name]
     )
+
+
+def _of_issue(issue: Issue, modules: dict[str, dict[str, None]]) -> str:
+    """The kind of layer that a collective counts for."""
+    node = issue.ready if issue.reader is None else issue.reader
+    if node is None:
+        return layer_of("")
+    block = node.meta.get("block")
+    if issue.purpose == "activations" or block is None:
+        return _layer(node, modules)
+    modules[pattern(block)][block] = None
+    return pattern(block)
 
 
 def _layer(node: fx.Node, modules: dict[str, dict[str, None]]) -> str:

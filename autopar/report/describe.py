@@ -203,7 +203,7 @@ def _seeds(forward: Iterable[Operator], operators: Operators) -> Iterator[tuple[
             yield from (((op.node, dim[0]), "sequence") for dim in tokens if dim and dim[0] not in batch)
         elif op.call.target is aten.gather.default and batch:
             yield (op.node, "v"), "vocabulary"  # the score of the right class, in the loss
-        elif op.call.target is torch.ops.autopar.grouped_mm.default:
+        elif op.call.target in (torch.ops.autopar.grouped_mm.default, torch.ops.autopar.gated_mm.default):
             yield (op.node, "e"), "experts"
         elif op.call.target is torch.ops.autopar.attention.default:
             yield from (((op.node, factor), "heads") for factor in ("g", "r"))

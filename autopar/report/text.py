@@ -64,6 +64,10 @@ def _summary(plan: Plan) -> Table:
         yield "Micro-batches", f"{plan.num_micro_batches} of {plan.micro_batch_size} sequences{first}"
         yield "Recompute", plan.recompute
         yield "Step time", f"{seconds_text(plan.step_time)}: {_parts(plan.breakdown)}"
+        if plan.prefill_time is not None:
+            batch, length = plan.workload["global_batch"], plan.workload["seq_len"]
+            rate = f"{batch / plan.step_time:,.0f} tokens/s, {batch} a step, with {length} tokens of context each"
+            yield "Generation", f"{rate}; prompts of as many tokens {seconds_text(plan.prefill_time)}"
         found = plan.binding
         yield "Limits", str(replace(found, limits=found.limits[:2]))
         yield "Work", f"one rank does at most {share_text(plan.flops_share)} of the model's FLOPs"

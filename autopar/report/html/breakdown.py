@@ -74,7 +74,8 @@ def parts_of(plan: Plan) -> list[tuple[str, str, float, str]]:
         axes = exposed_by_axis(plan) if what == EXPOSED else {}
         if axes:
             for axis, part in sorted(axes.items(), key=lambda pair: -pair[1]):
-                found.append((f"exposed, {axis}", "exposed", part, f"communication over {axis} that nothing hides"))
+                colour = f"exposed-{axis}" if axis in ("dp", "cp", "pp") else "exposed"
+                found.append((f"exposed, {axis}", colour, part, f"communication over {axis} that nothing hides"))
         else:
             words = _WORDS.get(what, "communication that nothing hides")
             found.append((what, KINDS.get(what, "other"), seconds, words))

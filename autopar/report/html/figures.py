@@ -12,7 +12,7 @@ from autopar.workload import Workload
 if TYPE_CHECKING:
     from autopar.plan import Plan
 
-_COUNTS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+_COUNTS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 def work_of(plan: Plan) -> tuple[int, str]:

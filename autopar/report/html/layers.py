@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from autopar.capture.blocks import pattern
 from autopar.report.explain import Decision, Verdict, verdicts
 from autopar.report.html.figures import count_text
 from autopar.report.html.markup import Markup, cell, grid, section, tag
-from autopar.report.names import layer_of
+from autopar.report.names import kind_of_layer
 from autopar.report.units import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ _HEADER = (
     ("keeps", "n"),
     ("kernels", "n"),
     ("collectives", "n"),
-    ("which", ""),
+    ("sent by a rank", ""),
 )
 _LEAD = (
     "Equal blocks are one row. FLOPs are those of the whole model; what a layer keeps on a device, the seconds of its "
@@ -39,7 +38,7 @@ def layers(plan: Plan) -> Markup:
     """The section; a plan without costs shows what it splits."""
     decisions: dict[str, list[Decision]] = defaultdict(list)
     for decision in plan.decisions:
-        decisions[pattern(layer_of(decision.module))].append(decision)
+        decisions[kind_of_layer(decision.module)].append(decision)
     splits = {layer.name: layer.splits for layer in plan.layers}
     costs = {found.name: found for found in plan.costs}
     counts = {layer.name: layer.count for layer in plan.layers} | {name: found.count for name, found in costs.items()}
@@ -104,7 +103,7 @@ def _costs(costs: LayerCosts | None, kept: int, flops: float) -> list[Markup]:
 
 
 def _collective(c: Collective) -> str:
-    return f"{c.count} {c.kind.replace('_', '-')} over {c.axis}, {c.purpose}: {bytes_text(c.wire_bytes)} sent"
+    return f"{c.kind.replace('_', '-')} over {c.axis}, {bytes_text(c.wire_bytes)} of {c.purpose}"
 
 
 def _decision(decision: Decision, layer: str) -> Markup:

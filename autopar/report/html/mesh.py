@@ -59,8 +59,9 @@ def axes_of(plan: Plan) -> list[Axis]:
 def mesh(plan: Plan) -> Markup:
     """The hosts once for every axis, with the ranks that it joins with rank 0."""
     cluster, axes = Cluster.from_dict(plan.cluster), axes_of(plan)
+    hosts = "One host" if cluster.hosts == 1 else f"{cluster.hosts} hosts"
     lead = (
-        f"{cluster.hosts} hosts of {cluster.devices_per_host} devices; ranks are numbered host by host. Every axis "
+        f"{hosts} of {cluster.devices_per_host} devices; ranks are numbered host by host. Every axis "
         "shows the ranks that communicate with rank 0 on it, and what they send; the other ranks form groups like "
         "theirs."
     )
@@ -154,7 +155,7 @@ class _Places:
 
     def __init__(self, hosts: int, per_host: int) -> None:
         self.per_host, self.numbered = per_host, hosts <= HOSTS_NUMBERED and per_host <= 8
-        self.cell = 24.0 if self.numbered else 8.0
+        self.cell = 24.0 if self.numbered else 7.0
         self.across = per_host if self.numbered else math.ceil(math.sqrt(2 * per_host))
         down = math.ceil(per_host / self.across)
         self.box = (self.across * self.cell + 6, down * self.cell + 6)

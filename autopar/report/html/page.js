@@ -100,20 +100,16 @@
     let data = null;
     row.addEventListener("pointermove", (event) => {
       data = data || JSON.parse(row.dataset.row);
-      const [words, segments] = data;
+      const [words, numbers] = data; // begin, width, words and micro-batch of every segment
       const svg = row.ownerSVGElement;
       const box = svg.getBoundingClientRect();
-      const x = ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width;
-      const found = segments.filter((s) => s[0] <= x && x <= s[0] + s[1]).pop();
-      const rank = `rank ${row.dataset.rank}`;
-      const many = all("svg.time .target").length > 1;
-      if (found) {
-        const part = found[4] < 0 ? "" : ` of micro-batch ${found[4]}`;
-        const stage = many && found[4] >= 0 ? `, stage ${found[3]}` : "";
-        tip.textContent = `${many ? rank + ": " : ""}${words[found[2]]}${part}${stage}, ${words[found[5]]}`;
-      } else {
-        tip.textContent = `${rank} waits for other ranks`;
+      const x = ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width * 10;
+      let said = "waits for other ranks";
+      for (let i = 0; i < numbers.length; i += 4) {
+        if (numbers[i] > x || x > numbers[i] + numbers[i + 1]) continue;
+        said = (numbers[i + 3] < 0 ? "" : `micro-batch ${numbers[i + 3]}: `) + words[numbers[i + 2]];
       }
+      tip.textContent = `rank ${row.dataset.rank}, ${said}`;
       tip.hidden = false;
       tip.style.left = `${Math.min(event.clientX + 12, window.innerWidth - tip.offsetWidth - 8)}px`;
       tip.style.top = `${event.clientY + 16}px`;

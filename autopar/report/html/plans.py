@@ -18,23 +18,28 @@ def alternatives(plan: Plan) -> Markup:
     """The plan and those that came near it, with why they lost."""
     if not plan.alternatives:
         return section("alternatives", "What came second", "No other plan was found.")
-    longest = max(plan.step_time, *(a.step_time for a in plan.alternatives))
-    header = (("degrees", ""), ("storage", ""), ("micro-batches", ""), ("recompute", ""), ("step time", "n"), ("", ""),
-              ("memory", "n"), ("why it lost", ""))  # fmt: skip
+    most = max(abs(a.step_time / plan.step_time - 1) for a in plan.alternatives)
+    header = (("degrees", ""), ("storage", ""), ("micro-batches", ""), ("recompute", ""), ("step time", "n"),
+              ("longer by", ""), ("memory", "n"), ("why it lost", ""))  # fmt: skip
     chosen = _row(
         plan.degrees, plan.zero, plan.zero_group_size, plan.num_micro_batches, plan.schedule, plan.recompute,
-        plan.step_time, plan.peak_memory, "chosen", longest,
+        plan.step_time, plan.peak_memory, "chosen", cell("", value=0.0),
     )  # fmt: skip
-    rows = [chosen, *(_alternative(a, longest) for a in plan.alternatives)]
+    rows = [chosen, *(_alternative(a, a.step_time / plan.step_time - 1, most) for a in plan.alternatives)]
     table = grid(header, [tag("tbody", row) for row in rows], "Plans that lost, and why", sortable=True)
     lead = "Each was solved and simulated like the one that was chosen; of what does not fit all figures are estimates."
     return section("alternatives", "What came second, and why it lost", lead, table)
 
 
-def _alternative(a: Alternative, longest: float) -> Markup:
+def _alternative(a: Alternative, longer: float, most: float) -> Markup:
+    """A plan whose step is ``longer`` by a fraction; ``most`` is the largest of all plans."""
+    width = number(100 * abs(longer) / most if most else 0.0)
+    bar = tag("span", class_="k-backward" if longer >= 0 else "k-exposed", style=f"width:{width}%")
+    text = share_text(longer) if longer >= 0 else f"-{share_text(-longer)}"
+    difference = tag("span", tag("span", bar, class_="bar small", aria_hidden="true"), text, class_="longer")
     return _row(
         a.degrees, a.zero, a.zero_group_size, a.micro_batches, a.schedule, a.recompute, a.step_time, a.peak_memory,
-        a.reason, longest,
+        a.reason, cell(difference, value=longer),
     )  # fmt: skip
 
 
@@ -48,11 +53,9 @@ def _row(
     seconds: float,
     memory: int,
     reason: str,
-    longest: float,
+    difference: Markup,
 ) -> Markup:
     words = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"
-    bar = tag("span", tag("span", class_="k-forward", style=f"width:{number(100 * seconds / longest)}%"),
-              class_="bar small", aria_hidden="true")  # fmt: skip
     return tag(
         "tr",
         tag("th", words, scope="row"),
@@ -60,7 +63,7 @@ def _row(
         cell(f"{micro_batches}" + (f" {schedule}" if schedule else ""), value=micro_batches),
         cell(recompute),
         cell(seconds_text(seconds), "n", seconds),
-        cell(bar),
+        difference,
         cell(bytes_text(memory), "n", memory),
         cell(reason),
         class_="chosen" if reason == "chosen" else None,

@@ -66,7 +66,7 @@ def tiles(plan: Plan) -> Markup:
         (
             "Peak memory",
             bytes_text(plan.peak_memory),
-            f"{share_text(plan.peak_memory / limit)} of the {bytes_text(limit)} {origin}",
+            f"{_spare(limit - plan.peak_memory)} of the {bytes_text(limit)} {origin}",
         )
     )
     shown.append(("Gap", f"≤ {share_text(plan.gap)}", "to the best plan there can be"))
@@ -95,8 +95,8 @@ def _answers(plan: Plan) -> Iterator[tuple[str, Iterator[str]]]:
 
 def _chosen(plan: Plan) -> Iterator[str]:
     does = [text.format(plan.degrees[axis]) for axis, text in _DOES.items() if plan.degrees.get(axis, 1) > 1]
-    what = ", ".join(does) or "everything runs on one rank"
-    yield f"{what[0].upper()}{what[1:]}."
+    many = f"{plan.world_size} devices" if plan.world_size > 1 else "one device"
+    yield f"On {many}: {', '.join(does) or 'nothing is split'}."
     if plan.schedule is not None:
         chunks = len(plan.stages) // plan.degrees["pp"]
         yield f"{len(plan.stages)} stages, {chunks} a rank, run by the schedule {plan.schedule}."
@@ -127,9 +127,13 @@ def _memory(plan: Plan) -> Iterator[str]:
     kind = max(plan.peak, key=plan.peak.__getitem__)
     where = f" (rank {plan.peaks.index(plan.peak)} of the pipeline)" if len(plan.peaks) > 1 else ""
     yield (
-        f"The fullest device{where} holds {bytes_text(plan.peak_memory)}, {share_text(plan.peak_memory / limit)} of "
+        f"The fullest device{where} holds {bytes_text(plan.peak_memory)}, with {_spare(limit - plan.peak_memory)} of "
         f"the {bytes_text(limit)} {origin}; most of it {kind}, {bytes_text(plan.peak[kind])}."
     )
+
+
+def _spare(count: int) -> str:
+    return f"{bytes_text(count)} to spare" if count >= 0 else f"{bytes_text(-count)} too much"
 
 
 def _why(plan: Plan) -> Iterator[str]:

@@ -6,7 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autopar.cost_model.simulate import COMPUTE, Task
@@ -24,8 +24,14 @@ if TYPE_CHECKING:
 WIDTH, LEFT = 1080.0, 76.0
 #: What is narrower is drawn together with its neighbours of the same kind, if the gap between them is narrower too.
 NARROW, GAP = 1.0, 0.4
+#: What is left out at the end of a box, where there is room, so that one sees where the next begins.
+SEAM = 0.6
 #: Width from which the number of a micro-batch is written.
 NUMBERED = 13.0
+#: Waits for communication that are narrower are left out, as nobody could see them.
+SEEN = 0.3
+#: Width of an action, on average, below which the beginning of a step is drawn once more, so many times larger.
+SMALL, LARGER = 4.0, 10
 #: Actions up to which the page's script says what is under the pointer.
 POINTED = 20_000
 
@@ -114,9 +120,26 @@ def timeline(plan: Plan) -> Markup:
         "The step as it runs",
         lead[0].upper() + lead[1:],
         legend(names),
-        _figure(_Picture(found.seconds, rows, steps).svg(), "The step, rank by rank of the pipeline"),
+        _figure(_Picture(found.seconds, rows).svg(), "The step, rank by rank of the pipeline"),
+        *_beginning(found.seconds, rows),
         *_streams(plan, timing, steps, found),
     )
+
+
+def _beginning(total: float, rows: Sequence[Sequence[Segment]]) -> Iterator[Markup]:
+    """The beginning of a step that has many actions, enlarged."""
+    if WIDTH / max(map(len, rows)) >= SMALL:
+        return
+    end = total / LARGER
+    shown = [[_until(s, end) for s in row if s.start < end] for row in rows]
+    yield tag("h3", f"The first {seconds_text(end)}, enlarged")
+    yield _figure(_Picture(end, shown).svg(), "The beginning of the step, enlarged")
+
+
+def _until(s: Segment, end: float) -> Segment:
+    """What of a segment is before ``end``."""
+    seconds = min(s.seconds, end - s.start)
+    return replace(s, seconds=seconds, exposed=max(0.0, s.exposed - (s.seconds - seconds)))
 
 
 def _figure(drawing: Markup, title: str) -> Markup:
@@ -126,8 +149,8 @@ def _figure(drawing: Markup, title: str) -> Markup:
 class _Picture:
     """Rows of segments over one axis of time."""
 
-    def __init__(self, total: float, rows: Sequence[Sequence[Segment]], steps: Script) -> None:
-        self.total, self.rows, self.steps = total, rows, steps
+    def __init__(self, total: float, rows: Sequence[Sequence[Segment]]) -> None:
+        self.total, self.rows = total, rows
         self.height = 40.0 if len(rows) == 1 else 22.0 if len(rows) <= 8 else 16.0 if len(rows) <= 16 else 9.0
         self.pitch = self.height + (2.0 if len(rows) > 16 else 4.0)
         self.pointed = sum(map(len, rows)) <= POINTED
@@ -164,11 +187,11 @@ class _Picture:
             yield tag("rect", x=LEFT, y=top, width=WIDTH, height=self.height, fill="url(#bubble)")
         boxes: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for s in row:
-            whole, hidden = s.seconds, s.seconds - s.exposed
-            if hidden > 0:
-                boxes[_COLOURS[s.kind]].append((self._x(s.start), hidden / self.total * WIDTH))
-            if s.exposed > 0:
-                boxes["exposed"].append((self._x(s.start + hidden), (whole - hidden) / self.total * WIDTH))
+            exposed = s.exposed if s.exposed / self.total * WIDTH >= SEEN else 0.0
+            if s.seconds > exposed:
+                boxes[_COLOURS[s.kind]].append((self._x(s.start), (s.seconds - exposed) / self.total * WIDTH))
+            if exposed:
+                boxes["exposed"].append((self._x(s.start + s.seconds - exposed), exposed / self.total * WIDTH))
         for colour, places in boxes.items():
             yield path(places, top, self.height, colour)
         yield from self._numbers(row, top)
@@ -187,23 +210,20 @@ class _Picture:
                 yield tag("text", s.micro_batch, x=middle, y=top + self.height / 2 + 4, class_=kind)
 
     def _target(self, rank: int, top: float) -> Markup:
-        """What the script reads to say what is under the pointer: starts and widths, words, stages, micro-batches."""
-        said = [
-            [round(self._x(s.start), 1), round(s.seconds / self.total * WIDTH, 1), _WORDS[s.kind], s.stage,
-             -1 if s.micro_batch is None else s.micro_batch, seconds_text(s.seconds)]
-            for s in self.rows[rank]
-        ]  # fmt: skip
-        data = _packed(said)
+        """What the script reads to say what is under the pointer: words, and for every segment its begin and width in
+        tenths of a unit, its words and its micro-batch."""
+        words: dict[str, int] = {}
+        numbers: list[int] = []
+        for s in self.rows[rank]:
+            stage = f", stage {s.stage}" if len(self.rows) > 1 and s.micro_batch is not None else ""
+            said = f"{_WORDS[s.kind]}{stage}, {seconds_text(s.seconds)}"
+            place = (round(10 * self._x(s.start)), round(10 * s.seconds / self.total * WIDTH))
+            number = -1 if s.micro_batch is None else s.micro_batch
+            numbers += [*place, words.setdefault(said, len(words)), number]
+        data = json.dumps([list(words), numbers], separators=(",", ":"))
         return tag(
             "rect", x=LEFT, y=top, width=WIDTH, height=self.height, class_="target", data_rank=str(rank), data_row=data
         )
-
-
-def _packed(rows: Sequence[Sequence[object]]) -> str:
-    """Rows as JSON, words once."""
-    words: dict[object, int] = {}
-    packed = [[words.setdefault(v, len(words)) if isinstance(v, str) else v for v in row] for row in rows]
-    return json.dumps([list(words), packed], separators=(",", ":"))
 
 
 def ticks(total: float, bottom: float) -> Markup:
@@ -224,7 +244,8 @@ def _nice(step: float) -> float:
 
 
 def path(places: Iterable[tuple[float, float]], top: float, height: float, colour: str) -> Markup:
-    """Boxes of one colour as one path, given by where they begin and how wide they are; narrow neighbours as one."""
+    """Boxes of one colour as one line of that width, given by where they begin and how long they are; narrow neighbours
+    as one."""
     merged: list[tuple[float, float]] = []
     for x, width in places:
         if merged:
@@ -233,14 +254,12 @@ def path(places: Iterable[tuple[float, float]], top: float, height: float, colou
                 merged[-1] = (before, x + width - before)
                 continue
         merged.append((x, width))
-    boxes = "".join(f"M{number(x)} {number(top)}h{number(_drawn(w))}v{number(height)}h-{number(_drawn(w))}z"
-                    for x, w in merged)  # fmt: skip
-    return tag("path", d=boxes, class_=f"k-{colour}")
-
-
-def _drawn(width: float) -> float:
-    """A width with a seam to the next box, where there is room for one."""
-    return width - 0.6 if width > 3 else max(width, 0.05)
+    at, lines = 0, [f"M0 {number(top + height / 2)}"]
+    for x, wide in merged:
+        left, drawn = round(10 * x), max(1, round(10 * (wide - SEAM if wide > 5 * SEAM else wide)))
+        lines.append(f"m{number((left - at) / 10)} 0h{number(drawn / 10)}")
+        at = left + drawn
+    return tag("path", d="".join(lines), stroke_width=height, class_=f"k-{colour}")
 
 
 def _streams(plan: Plan, timing: Timing, steps: Script, found: Simulated) -> Iterator[Markup]:
@@ -265,7 +284,7 @@ def _streams(plan: Plan, timing: Timing, steps: Script, found: Simulated) -> Ite
     words = " and ".join(_WORDS[kind] for kind in kinds)
     used = dict.fromkeys(colour for lane in lanes.values() for colour in lane)
     said = {"forward": "forward", "backward": "backward", "weights": "backward of weights, sums", "again": "recomputed"}
-    said |= {purpose: f"collectives of {purpose}" for purpose in _PURPOSES}
+    said |= {f"moves-{purpose}": f"collectives of {purpose}" for purpose in _PURPOSES}
     yield tag("h3", f"One micro-batch{where}")
     yield tag("p", f"Its {words}: kernels, and the collectives beside them by axis.", class_="lead")
     yield legend((colour, said.get(colour, colour)) for colour in said if colour in used)
@@ -274,7 +293,7 @@ def _streams(plan: Plan, timing: Timing, steps: Script, found: Simulated) -> Ite
 
 def _task_colour(task: Task, kind: str) -> str:
     if task.stream != COMPUTE:
-        return task.name if task.name in _PURPOSES else "activations"
+        return f"moves-{task.name if task.name in _PURPOSES else 'activations'}"
     return "weights" if kind == "W" else _TASKS.get(task.kind, _COLOURS[kind])
 
 
