@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from torch import nn
+
 from autopar.errors import HintError
 from autopar.schedule import ALL_SCHEDULES
 from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, STATE_AXES, TENSOR_AXIS
@@ -187,6 +189,17 @@ class Hints:
                     f"There is no hint {key!r}.", expected=", ".join(known), found=key, change=nearest_names(key, known)
                 )
         return cls(**table)
+
+    @staticmethod
+    def from_transformers(model: nn.Module, **given: Any) -> Hints:
+        """Hints that split weights over tp as transformers' own plan for ``model`` does (``base_model_tp_plan`` of its
+        config): a plan to start from, or to compare with. ``given`` are further hints, of which a pattern in ``shard``
+        takes the place of transformers' for the same pattern; experts are for ``ep``, or the planner. HintError if the
+        model has no such plan, and what `Hints` raises; warns of styles that are not known."""
+        from autopar.capture.hf_plans import splits  # which needs this module
+
+        theirs = {pattern: {TENSOR_AXIS: dim} for pattern, dim in splits(model).items()}
+        return Hints(**{**given, "shard": {**theirs, **(given.get("shard") or {})}})
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Hints:

@@ -71,6 +71,10 @@ class TrainingState(Stateful):
         """References to all tensors, not copies; the optimizers get their state if they have made no step yet."""
         with _without_empty_groups(self.optimizers):
             model, optimizers = get_state_dict(self.model, self.optimizers, options=self.options)
+        if self.options.ignore_frozen_params:  # PyTorch leaves in the further names of tied ones
+            every = self.model.named_parameters(remove_duplicate=False)
+            frozen = {name for name, p in every if not p.requires_grad}
+            model = {name: tensor for name, tensor in model.items() if name not in frozen}
         return {"model": model, "optimizers": optimizers, "dropout": self.model.seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
