@@ -67,8 +67,8 @@ class LayerSummary:
 class LayerCosts:
     """What ``count`` modules of one kind cost together: ``parameters`` in elements, the model's ``flops`` in a step
     (forward and backward, all ranks together, none for what is made again), and of the ranks that run them, one of
-    each stage, the ``seconds`` of kernels in a step and the ``collectives``; those of a bucket of parameters or gradients
-    are the block's."""
+    each stage, the ``seconds`` of kernels in a step and the ``collectives``; those of a bucket of parameters or
+    gradients are the block's."""
 
     name: str
     count: int
@@ -76,6 +76,15 @@ class LayerCosts:
     flops: float
     seconds: float
     collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The first forward of a generation, of prompts as long as its context all at once: ``seconds``, and ``memory``,
+    bytes a device at its peak, the cache included."""
+
+    seconds: float
+    memory: int
 
 
 @dataclass(frozen=True)
@@ -142,7 +151,7 @@ class Plan:
     does. ``decisions`` are what `explain` shows. ``flops`` are the model's in one step by the dtype that they are done
     in, forward and backward, attention whole and without what is made again, as MFU counts them; ``costs`` are those of
     its layers. To infer with a decoder, a step is one token of every sample with a cache of all before it, and
-    ``prefill_time`` are the seconds of prompts as long as that; None for all else. ``what_ifs`` are the answers of `what_if`, where it was asked. All numbers are finite.
+    ``prefill`` is of prompts as long as that; None for all else. ``what_ifs`` are the answers of `what_if`, where it was asked. All numbers are finite.
     """
 
     model: str
@@ -172,7 +181,7 @@ class Plan:
     hints: dict[str, Any]
     flops_share: float
     expert_group_size: int | None = None
-    prefill_time: float | None = None
+    prefill: Prefill | None = None
     forwards_first: bool = False
     decisions: tuple[Decision, ...] = ()
     flops: dict[str, float] = field(default_factory=dict)

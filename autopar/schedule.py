@@ -31,6 +31,8 @@ ALL_SCHEDULES = SCHEDULES | SIMULATED_SCHEDULES
 #: Schedules whose ranks have their first stages in order and their second ones in reverse, so that the first and the
 #: last stage share a rank.
 V_SHAPED = frozenset({"zbv", "dualpipev", "v-half"})
+#: Schedules whose ranks run all their forwards before their first backward.
+FORWARDS_FIRST = frozenset({"gpipe"})
 #: Schedules that run the backward of inputs and of weights apart.
 SPLIT_BACKWARD = frozenset({"interleaved-zb", "zbv", "dualpipev", "zb-2p", "v-half"})
 

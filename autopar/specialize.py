@@ -14,8 +14,9 @@ from torch import fx, nn
 from autopar.arguments import is_for
 from autopar.capture import capture
 from autopar.capture.graph import Captured
+from autopar.capture.hf_cache import TracedCache
 from autopar.cluster import Cluster
-from autopar.errors import InputError
+from autopar.errors import InputError, MicroBatchError
 from autopar.fallback import fallbacks
 from autopar.garbage import collecting_later
 from autopar.passes import pipeline, recompute, zero
@@ -24,6 +25,7 @@ from autopar.passes.shard import shard
 from autopar.plan import Plan
 from autopar.runtime.batches import input_names, widened
 from autopar.runtime.program import Makers, Specialization, StepProgram, emit
+from autopar.schedule import FORWARDS_FIRST
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.axes import BATCH_AXES, degree
 from autopar.sharding.layout import Layout, Mesh
@@ -44,8 +46,10 @@ def capture_batch(
     kwargs: Mapping[str, Any],
     training: bool | None = None,
     precision: Precision | None = None,
+    gradients: bool = True,
 ) -> Captured:
-    """`capture`, with transformers' warnings about tracing kept quiet.
+    """`capture`, with transformers' warnings about tracing kept quiet. Of a forward with a cache all blocks are traced,
+    since each has keys and values of its own.
 
     Raises InputError if the batch does not fit ``forward``, and what `capture` raises.
     """
@@ -61,7 +65,8 @@ def capture_batch(
         ) from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return capture(model, args, kwargs, training=training, precision=precision)
+        more: dict[str, Any] = {"training": training, "precision": precision, "gradients": gradients}
+        return capture(model, args, kwargs, **more, whole=any(isinstance(x, TracedCache) for x in kwargs.values()))
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,21 @@ def specialize(
     return replace(emitted, fallbacks=lost, length_dims=lengths, units=units)
 
 
+def specialize_cached(
+    model: nn.Module,
+    plan: Plan,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    training: bool | None = None,
+    inputs: str = "global",
+) -> Specialization:
+    """`specialize` for a forward with a cache of keys and values (`hf_cache.TracedCache`): without a backward."""
+    precision = Workload.from_dict(plan.workload).precision
+    captured = capture_batch(model, args, kwargs, training, precision, gradients=False)
+    return specialize(model, plan, args, kwargs, captured=captured, inputs=inputs)
+
+
 def specialize_step(
     model: nn.Module,
     plan: Plan,
@@ -160,10 +180,21 @@ def specialize_step(
     program = StepProgram(captured, operators, assignment, emitted, phases, count, split, places, loss)
     if plan.schedule is None:
         return program
+    if phases.awaited and plan.schedule not in FORWARDS_FIRST:
+        raise _backwards_wait(plan.schedule)
     by_stage = _stage_units(model, plan, captured, operators)
     held = {program.input_name(p.placeholder): homes((p.name, *p.aliases), by_stage) for p in captured.parameters}
     stages = pipeline.cut(phases, by_stage, held, [program.input_name(node) for node in captured.inputs])
     return replace(program, stages=stages, schedule=plan.schedule, pp=plan.degrees["pp"])
+
+
+def _backwards_wait(schedule: str) -> MicroBatchError:
+    return MicroBatchError(
+        f"the schedule {schedule} cannot run the model in micro-batches: its backwards need a sum over all forwards",
+        expected=f"a schedule that runs all forwards first: {', '.join(sorted(FORWARDS_FIRST))}",
+        found=f"schedule {schedule}, and a loss that is no sum over samples, as a balancing loss of experts",
+        change="plan for this model, or with the hint schedule=\"gpipe\"",
+    )
 
 
 def _stage_units(model: nn.Module, plan: Plan, captured: Captured, operators: Operators) -> Stages:

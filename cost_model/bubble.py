@@ -107,13 +107,25 @@ class Script:
 
 
 @functools.lru_cache(maxsize=256)
-def script(schedule: str | None, pp: int, stages: int, micro_batches: int, trained: bool = True) -> Script:
+def script(
+    schedule: str | None,
+    pp: int,
+    stages: int,
+    micro_batches: int,
+    trained: bool = True,
+    forwards_first: bool = False,
+) -> Script:
     """The script of a schedule (`autopar.schedule.order`); without one a rank runs its micro-batches one after the
-    other, of a model that is not ``trained`` the forwards alone. Schedules that are only simulated end as those who
-    published them let them end: ranks go on to the next step, and take it back if the norm of the gradients says so."""
+    other, or all their ``forwards_first``, of a model that is not ``trained`` the forwards alone. Schedules that are
+    only simulated end as those who published them let them end: ranks go on to the next step, and take it back if the
+    norm of the gradients says so."""
     if schedule is None:
-        kinds = "FB" if trained else "F"
-        return Script((tuple((Action(0, kind, m),) for m in range(micro_batches) for kind in kinds),), stages)
+        every = range(micro_batches)
+        if forwards_first and trained:
+            row = [Action(0, kind, m) for kind in "FB" for m in every]
+        else:
+            row = [Action(0, kind, m) for m in every for kind in ("FB" if trained else "F")]
+        return Script((tuple((action,) for action in row),), stages)
     rows = tuple(map(tuple, order(schedule, pp, stages, micro_batches)))
     return Script(rows, stages, schedule not in SIMULATED_SCHEDULES)
 

@@ -8,6 +8,8 @@ order in which they run:
 * ``once``, once a step: what is made of those sums, and of parameters if it is to be kept for the step;
 * ``forward`` and ``backward``, once a micro-batch: everything that varies, and what of the parameters alone is made
   anew each time (a weight gathered for one use);
+* ``between``, once a step: what is made of sums that only the backward needs and that take a forward to know (the
+  shares of tokens in a balancing loss). A step that has such sums runs all forwards before the first backward;
 * ``finish``, once a step: results and gradients from what forward and backward have left in sum.
 
 Invariant: run in that order, with every sum taken over all micro-batches, they compute what the joint graph computes on
@@ -45,7 +47,8 @@ class Phases:
     """The phases of a step; None where there is nothing to do. ``sums`` gives the reduction (sum, max, min) by which
     values that ``prologue``, ``forward`` and ``backward`` return are taken together over micro-batches. Of what
     ``forward`` returns ``backward`` reads what is saved for it. ``results`` and ``gradients`` name the values that a
-    step ends with, by place: results as asked for, gradients in the captured order."""
+    step ends with, by place: results as asked for, gradients in the captured order. ``awaited`` are the sums over
+    forwards that the first backward waits for."""
 
     prologue: Phase | None
     once: Phase | None
@@ -55,17 +58,19 @@ class Phases:
     sums: dict[str, str]
     results: tuple[str, ...]
     gradients: tuple[str, ...]
+    between: Phase | None = None
+    awaited: tuple[str, ...] = ()
 
     @functools.cached_property
     def left(self) -> tuple[str, ...]:
-        """What forward and backward leave for the end of a step; a value of the forward can be saved besides."""
-        read = {*(self.finish.inputs if self.finish else ()), *self.results, *self.gradients}
+        """What forward and backward leave in sum; a value of the forward can be saved besides."""
+        read = {*(self.finish.inputs if self.finish else ()), *self.results, *self.gradients, *self.awaited}
         made = (*self.forward.outputs, *(self.backward.outputs if self.backward else ()))
         return tuple(name for name in made if name in read)
 
     def all(self) -> list[Phase]:
         """The phases that there are, in the order in which they run."""
-        every = (self.prologue, self.once, self.forward, self.backward, self.finish)
+        every = (self.prologue, self.once, self.forward, self.between, self.backward, self.finish)
         return [phase for phase in every if phase is not None]
 
     def hash(self) -> str:
@@ -121,6 +126,14 @@ class _Cutter:
                 stack.extend(node.all_input_nodes)
         return self.sorted(calls), self.sorted(starts)
 
+    def made_of(self, starts: Collection[fx.Node]) -> set[fx.Node]:
+        """The nodes that depend on ``starts``."""
+        found = set(starts)
+        for node in self.order:
+            if any(arg in found for arg in node.all_input_nodes):
+                found.add(node)
+        return found
+
     def sorted(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=self.order.__getitem__)
 
@@ -152,7 +165,8 @@ def _summed(node: fx.Node) -> fx.Node:
 def _refuse(node: fx.Node, reason: str) -> MicroBatchError:
     return MicroBatchError(
         f"the batch cannot run in micro-batches: {reason}",
-        expected="sums over the batch that are cheap to know before the forward, such as the number of tokens",
+        expected="sums over the batch that are cheap to know before the forward, such as the number of tokens, or that "
+        "the backward alone needs",
         found=f"a value of {node.meta['module'] or 'the model'} that all samples of the batch go into",
         change="run the batch in one piece (micro_batch_size = global batch / dp)",
     )
@@ -172,21 +186,25 @@ def cut(
     ``given`` are the placeholders that vary: the tensors of the batch. ``results`` are the places of the results
     wanted; none may vary but where there is one micro-batch. ``hoist`` says which values made of parameters alone are
     kept for the step. Collectives are merged into buckets unless ``merge`` is False, for `pipeline.cut`. Raises
-    MicroBatchError if a sum that the forward needs takes matrix products to know, or another such sum.
+    MicroBatchError if a sum that the forward needs takes matrix products to know, or another such sum. A sum like that
+    which the backward alone needs is `Phases.awaited`.
     """
     c = _Cutter(sharded, mesh, given, hoist, merge)
     wanted = [sharded.results[i] for i in sorted(results)]
     targets = [*wanted, *sharded.gradients]
     needed = {n for part in c.before(targets, lambda n: False) for n in part}
-    early = _early(c, needed)
-    hoisted = _hoisted(c, needed, early)
+    early, awaited = _needed(c, needed)
+    known = [*early, *awaited]
+    hoisted = _hoisted(c, needed, known)
+    between = c.made_of(awaited) & hoisted
 
     def is_ready(node: fx.Node) -> bool:
-        return node in hoisted or node in early
+        return node in hoisted or node in known
 
     # what a step's end is made of: sums, and where nothing is summed (one micro-batch) what varies
     _, leaves = c.before(targets, lambda n: n in c.sums or n in c.varying or is_ready(n))
-    left = [n for n in leaves if n not in early and (n in c.sums or (n in c.varying and n.op != "placeholder"))]
+    summed = {n for n in leaves if n in c.sums or (n in c.varying and n.op != "placeholder")}
+    left = c.sorted(summed.difference(early).union(awaited))
     outputs = {n.name: _summed(n) if n in c.sums else n for n in left}
     backward = {name: n for name, n in outputs.items() if n.meta["backward"]}
     forward = {name: n for name, n in outputs.items() if name not in backward}
@@ -201,38 +219,61 @@ def cut(
     made_last = {n.name: n for n in targets if n not in left and not is_ready(n)}
     return Phases(
         c.phase("Prologue", {s.name: _summed(s) for s in early}, lambda n: False),
-        c.phase("Once", {n.name: n for n in c.sorted(hoisted)}, lambda n: n in early),
+        c.phase("Once", {n.name: n for n in c.sorted(hoisted - between)}, lambda n: n in early),
         made,
         c.phase("Backward", backward, is_handed_over),
         c.phase("Finish", made_last, lambda n: n in left or is_ready(n)),
         {n.name: c.sums[n] for n in [*early, *(n for n in left if n in c.sums)]},
         tuple(n.name for n in wanted),
         tuple(n.name for n in sharded.gradients),
+        c.phase("Between", {n.name: n for n in c.sorted(between)}, lambda n: n in known or n in hoisted - between),
+        tuple(n.name for n in awaited),
     )
 
 
-def _early(c: _Cutter, needed: set[fx.Node]) -> list[fx.Node]:
-    """The sums that something which varies is made of, in order."""
+def _needed(c: _Cutter, needed: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The sums that something which varies is made of, in order: those to know before the forwards, and those that
+    only forwards tell and only backwards need."""
+    early, awaited = list[fx.Node](), list[fx.Node]()
+    leads, leads_forward = (_leads(c, {n for n in needed if keep(n)}) for keep in (lambda n: True, _is_forward))
+    for s in [s for s in c.sums if s in leads]:
+        if (reason := _why_late(c, s)) is None:
+            early.append(s)
+        elif s in leads_forward or any(n in awaited for n in c.before([_summed(s)], lambda n: False)[0]):
+            raise _refuse(s, reason)
+        else:
+            awaited.append(s)
+    return early, awaited
+
+
+def _is_forward(node: fx.Node) -> bool:
+    return not node.meta["backward"]
+
+
+def _leads(c: _Cutter, inside: set[fx.Node]) -> set[fx.Node]:
+    """The nodes of which something ``inside`` that varies is made, by nodes inside and not through sums."""
     leads = set[fx.Node]()
     for node in reversed(c.order):
-        users = [user for user in node.users if user in needed]
-        if node in needed and any(user in c.varying or (user in leads and user not in c.sums) for user in users):
+        users = [user for user in node.users if user in inside]
+        if any(user in c.varying or (user in leads and user not in c.sums) for user in users):
             leads.add(node)
-    early = [s for s in c.sums if s in leads]
-    for s in early:
-        calls, _ = c.before([_summed(s)], lambda n: False)
-        for node in calls:
-            if node in c.sums:
-                raise _refuse(s, "one sum over the batch is needed for another")
-            if has_flops(node.target) or node.target is aten.einsum.default:
-                where = node.meta["module"] or "the model"
-                raise _refuse(s, f"a sum over the batch depends on {node.target} in {where}")
-    return early
+    return leads
 
 
-def _hoisted(c: _Cutter, needed: set[fx.Node], early: list[fx.Node]) -> set[fx.Node]:
-    """The values that do not vary and are made once a step, of those that something which varies reads."""
-    made, of_sums = set[fx.Node](), set(early)
+def _why_late(c: _Cutter, s: fx.Node) -> str | None:
+    """Why a sum cannot be known before the forward; None if it can."""
+    for node in c.before([_summed(s)], lambda n: False)[0]:
+        if node in c.sums:
+            return "one sum over the batch is needed for another"
+        if has_flops(node.target) or node.target is aten.einsum.default:
+            return f"a sum over the batch depends on {node.target} in {node.meta['module'] or 'the model'}"
+    return None
+
+
+def _hoisted(c: _Cutter, needed: set[fx.Node], known: list[fx.Node]) -> set[fx.Node]:
+    """The values that do not vary and are made once a step, of those that something which varies reads: of ``known``
+    sums, or of parameters."""
+    made, of_sums = set[fx.Node](), set(known)
     for node in c.order:
         if node.op != "call_function" or node not in needed or node in c.varying or node in c.sums:
             continue
@@ -245,5 +286,5 @@ def _hoisted(c: _Cutter, needed: set[fx.Node], early: list[fx.Node]) -> set[fx.N
     read = {n: [user for user in n.users if user in needed and user not in made] for n in made}
     found = {n for n, users in read.items() if any(user in c.varying or c.hoist(n) for user in users)}
     # what a collective has brought for these, the end of the step does not send for again
-    calls = set(c.before(found, lambda n: n in early)[0])
+    calls = set(c.before(found, lambda n: n in known)[0])
     return found | {n for n in calls if n.target is WAIT and any(u in needed and u not in calls for u in n.users)}

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.errors import HintError
+from autopar.errors import HintError, MicroBatchError
 from autopar.passes.bucket import bucket
 from autopar.passes.collectives import aten
 from autopar.passes.locate import (
@@ -55,7 +55,8 @@ class Stage:
     that come from the stage before and go to the next, ``receives_back`` and ``sends_back`` what comes from the next
     and goes to the one before. ``saved`` is kept from the forward of a micro-batch for its backward, ``between`` from
     ``input`` to ``weight``; ``left`` is what forward and backward leave in sum for the end of the step. ``results`` and
-    ``gradients`` are the values that a step ends with here.
+    ``gradients`` are the values that a step ends with here. ``awaited`` are the sums over all its forwards that its
+    first backward waits for, and ``known`` what is made of them before it.
     """
 
     prologue: Phase | None
@@ -74,11 +75,15 @@ class Stage:
     left: tuple[str, ...]
     results: tuple[str, ...]
     gradients: tuple[str, ...]
+    awaited: tuple[str, ...] = ()
+    known: Phase | None = None
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """All graphs, those of the backward as a whole and in its parts."""
-        every = (self.prologue, self.once, self.forward, self.backward, self.input, self.weight, self.finish)
+        every = (
+            self.prologue, self.once, self.forward, self.known, self.backward, self.input, self.weight, self.finish
+        )  # fmt: skip
         return tuple(phase for phase in every if phase is not None)
 
     @property
@@ -122,6 +127,8 @@ class _Cutter:
         #: Up to which stage values of the forward travel, and down to which those of the backward.
         self.up: dict[fx.Node, int] = {}
         self.down: dict[fx.Node, int] = {}
+        #: The sums over forwards that the backward of every stage waits for.
+        self.awaited: list[dict[str, fx.Node]] = [{} for _ in stages]
         self.results: list[list[str]] = [[] for _ in stages]
         self.gradients: list[list[str]] = [[] for _ in stages]
         self._end()
@@ -149,7 +156,16 @@ class _Cutter:
         if name not in self.finish.outputs:
             return {name: self.forward.outputs[name]} if name in self.forward.outputs else {}
         starts = [n.name for n in _closure([self.finish.outputs[name]], lambda n: True) if n.op == "placeholder"]
-        return {start: self.forward.outputs[start] for start in sorted(starts) if start in self.forward.outputs}
+        sums = {name for start in starts for name in self._sums_of(start)}
+        return {start: self.forward.outputs[start] for start in sorted(sums) if start in self.forward.outputs}
+
+    def _sums_of(self, name: str) -> list[str]:
+        """What of a micro-batch goes into a value that is there once a step: itself, or the sums between forwards and
+        backwards that it is made of."""
+        if (between := self.phases.between) is None or name not in between.outputs:
+            return [name]
+        graph = Located.of(between)
+        return sorted(n.name for n in _closure([graph.outputs[name]], lambda n: True) if n.op == "placeholder")
 
     def _in_backward(self, s: int) -> set[fx.Node]:
         """What stage ``s`` computes in its backward; notes what that takes of the forward and of later stages. Called
@@ -170,7 +186,9 @@ class _Cutter:
     def _fetch(self, node: fx.Node, s: int) -> None:
         """Note that stage ``s`` reads ``node`` of the backward without computing it there."""
         made = self.backward.at.get(node, s)
-        if made > s:
+        if sums := [n for n in self._sums_of(node.name) if n in self.phases.awaited]:
+            self._await(sums, s)
+        elif made > s:
             self.down[node] = min(s, self.down.get(node, s))
         elif node.op == "placeholder":
             if node.name in self.forward.outputs:
@@ -180,6 +198,15 @@ class _Cutter:
         else:
             assert not is_gradient(node)  # gradients are located no later than what reads them
             self.saved[s][node.name] = next(n for n in self.forward.nodes if n.name == node.name)
+
+    def _await(self, sums: Collection[str], s: int) -> None:
+        """Note that the backward of stage ``s`` reads what is made of ``sums``, of what its forward makes or receives.
+        """
+        for name in sums:
+            summand = self.forward.outputs[name]
+            if self.forward.at.get(summand, s) > s:
+                raise _not_awaited(summand, self.forward.at[summand], s)
+            self.awaited[s][name] = summand
 
     def _in_forward(self, s: int) -> set[fx.Node]:
         """What stage ``s`` computes in its forward; notes what that takes of earlier stages. Called for the stages from
@@ -194,7 +221,8 @@ class _Cutter:
                 self.up[node] = max(s, self.up.get(node, s))
             return made
 
-        targets = [*self.ends[s].values(), *self.saved[s].values(), *(n for n in self.up if self._made_at(n) == s)]
+        ends = [*self.ends[s].values(), *self.awaited[s].values()]
+        targets = [*ends, *self.saved[s].values(), *(n for n in self.up if self._made_at(n) == s)]
         return {n for n in _closure(targets, makes) if n.op == "call_function" and makes(n)}
 
     def _made_at(self, node: fx.Node) -> int:
@@ -217,10 +245,13 @@ class _Cutter:
     def _stage(self, s: int) -> Stage:
         sends, sends_back = self._travels(s)
         own = {name: n for name, n in sends.items() if self._made_at(n) == s}
-        forward = _extract(self.forward, self.ends[s] | self.saved[s] | own, self.in_forward[s], "Forward")
+        ends = self.ends[s] | self.awaited[s]
+        forward = _extract(self.forward, ends | self.saved[s] | own, self.in_forward[s], "Forward")
         backward, first, second, between = self._backward(s, sends_back)
         finish = self._finish(s)
         given = {name for phase in (forward, backward, finish) for name in phase.inputs} | set(self.results[s])
+        known = _part(self.phases.between, given, "Between")
+        given |= set(known.inputs) if known else set()
         once = _part(self.phases.once, given, "Once")
         given |= set(once.inputs) if once else set()
         return Stage(
@@ -237,9 +268,11 @@ class _Cutter:
             tuple(sends_back),
             tuple(self.saved[s]),
             between,
-            (*self.ends[s], *(name for name, n in self.backward.outputs.items() if s in self.backward.stages(n))),
+            (*ends, *(name for name, n in self.backward.outputs.items() if s in self.backward.stages(n))),
             tuple(self.results[s]),
             tuple(self.gradients[s]),
+            tuple(name for name in self.phases.awaited if name in given),
+            known,
         )
 
     def _backward(self, s: int, sends: Mapping[str, fx.Node]) -> tuple[Phase, Phase, Phase, tuple[str, ...]]:
@@ -344,6 +377,16 @@ def _extract(
     overlap(part)
     part.lint()
     return Phase(fx.GraphModule(torch.nn.Module(), part, class_name=title), tuple(n.name for n in starts), tuple(ends))
+
+
+def _not_awaited(node: fx.Node, at: int, reader: int) -> MicroBatchError:
+    return MicroBatchError(
+        f"the batch cannot run in micro-batches: the backward of stage {reader} needs a sum over the batch that stage "
+        f"{at} has",
+        expected="sums of what the stage that needs them has computed or received",
+        found=f"{node.target} of {node.meta['module'] or 'the model'} in stage {at}",
+        change="run the batch in one piece (micro_batch_size = global batch / dp), or give pp=1",
+    )
 
 
 def _not_ordered(node: fx.Node, at: int, reader: int) -> HintError:

@@ -55,7 +55,7 @@ def with_peak(
     moments = [_optimizer_moment(plan, captured)]
     if plan.num_micro_batches > 1:
         step = specialize_step(model, plan, args, kwargs, captured=captured)
-        moments += _of_phases(step.phases, _given(step))
+        moments += _of_phases(step.phases, _given(step), step.count)
     else:
         special = specialize(model, plan, args, kwargs, captured=captured)
         moments = [*_of_program(special.loss_only(), _given(special), moments[0])]
@@ -83,6 +83,8 @@ def stage_lives(step: StepProgram) -> list[StageLife]:
     for stage in step.stages:
         saved = _kinds(stage.saved, ACTIVATIONS)
         forwards.append(_run(stage.forward, values, _kinds(stage.receives, TRANSIENTS) | saved, saved))
+    for stage in step.stages:
+        _run(stage.known, values, {}, {})
     backwards = [_backward(stage, values, given) for stage in reversed(step.stages)][::-1]
     return [StageLife(forward, *backward) for forward, backward in zip(forwards, backwards, strict=True)]
 
@@ -93,7 +95,7 @@ def _backward(
     """What `StageLife` has after the forward, of a stage whose forward has run, as have the stages behind it."""
     received, saved = _kinds(stage.receives_back, TRANSIENTS), _kinds(stage.saved, ACTIVATIONS)
     ends = [name for name in stage.left if name in stage.backward.outputs]
-    once = stage.once.outputs if stage.once else ()
+    once = (*(stage.once.outputs if stage.once else ()), *stage.awaited, *(stage.known.outputs if stage.known else ()))
     left = [name for name in stage.weight.inputs if name not in given and name not in once]
     sums = _kinds(ends, GRADIENTS)
     return (
@@ -192,12 +194,14 @@ def _of_directions(program: Program, given: Mapping[str, Tensor]) -> Iterator[Mo
 @dataclass
 class _Step:
     """Walks through the phases of a step over micro-batches, as `runtime.step.run_step` runs them. ``resting`` is what
-    phases before have left, ``sums`` are the bytes of what micro-batches add up."""
+    phases before have left, ``sums`` are the bytes of what micro-batches add up, ``ahead`` those of what other
+    micro-batches have saved."""
 
     values: dict[str, Any]
     saved: frozenset[str]
     resting: int = 0
     sums: int = 0
+    ahead: int = 0
 
     def run(self, phase: Phase | None, entering: Collection[str] = ()) -> Iterator[Moment]:
         """The fullest moment of one phase."""
@@ -206,7 +210,7 @@ class _Step:
         leaving = _leaving(phase.module, phase.outputs, self.saved)
         found = _life(phase.module.graph, self.values, dict.fromkeys(entering, ACTIVATIONS), leaving)
         self.values.update(zip(phase.outputs, found.outputs, strict=True))
-        yield _sum(found.peak, {TRANSIENTS: self.resting, GRADIENTS: self.sums})
+        yield _sum(found.peak, {TRANSIENTS: self.resting, GRADIENTS: self.sums, ACTIVATIONS: self.ahead})
 
     def left(self, *phases: Phase | None) -> int:
         """The bytes of what phases return and the backward does not take."""
@@ -214,21 +218,28 @@ class _Step:
         return _bytes(self.values, names)
 
 
-def _of_phases(phases: Phases, given: Mapping[str, Tensor]) -> Iterator[Moment]:
-    """The fullest moments of a step over more than one micro-batch; from the second on all are alike."""
-    made_once = phases.once.outputs if phases.once else ()
+def _of_phases(phases: Phases, given: Mapping[str, Tensor], count: int) -> Iterator[Moment]:
+    """The fullest moments of a step over ``count`` micro-batches; from the second on all are alike, but that all
+    forwards may come first."""
+    made_once = [name for p in (phases.once, phases.between) if p is not None for name in p.outputs]
     step = _Step(dict(given), frozenset(phases.backward.inputs if phases.backward else ()).difference(made_once))
     yield from step.run(phases.prologue)
     yield from step.run(phases.once)
     step.resting = step.left(phases.once)
-    saved = [name for name in phases.forward.outputs if name in step.saved]
+    saved = [name for name in phases.forward.outputs if name in step.saved and name not in phases.awaited]
     yield from step.run(phases.forward)
+    if phases.awaited:
+        step.ahead = (count - 1) * _bytes(step.values, saved)
+        yield from step.run(phases.forward)
+        yield from step.run(phases.between)
     yield from step.run(phases.backward, saved)
+    step.ahead -= _bytes(step.values, saved) if phases.awaited else 0
     step.sums = step.left(phases.forward, phases.backward)
-    yield from step.run(phases.forward)
+    if not phases.awaited:
+        yield from step.run(phases.forward)
     if phases.backward is not None:
         moment = _adding(phases.backward, step.values, dict.fromkeys(saved, ACTIVATIONS), phases.backward.outputs)
-        yield _sum(moment, {TRANSIENTS: step.resting, GRADIENTS: step.sums})
+        yield _sum(moment, {TRANSIENTS: step.resting, GRADIENTS: step.sums, ACTIVATIONS: step.ahead})
     yield from step.run(phases.finish)
 
 

@@ -178,15 +178,19 @@ class RootMeanSquare(nn.Module):
 
 
 def test_a_loss_that_the_backward_reads() -> None:
-    """In one piece it is both a result and saved; in micro-batches a root of a mean is refused."""
+    """In one piece it is both a result and saved; in micro-batches every backward waits for all forwards."""
     torch.manual_seed(0)
     model, given = RootMeanSquare().double(), {"x": torch.randn(4, 8).double(), "y": torch.randn(4, 4).double()}
     plan = autopar.plan(model, "cpu:2", hints=Hints(dp=2), example_inputs=given)
     program = specialize_step(model, plan, (), given)
     report = compare(model, program, (), given, steps=2)
     assert program.count == 1 and report.ok and report.bound == BOUND, str(report)
-    with pytest.raises(MicroBatchError, match="cannot run in micro-batches"):
-        autopar.verify(model, "cpu:2", hints=Hints(dp=2, micro_batch_size=1), example_inputs=given)
+    plan = autopar.plan(model, "cpu:2", hints=Hints(dp=2, micro_batch_size=1), example_inputs=given)
+    program = specialize_step(model, plan, (), given)
+    report = compare(model, program, (), given, steps=2)
+    assert program.count == 2 and len(program.phases.awaited) == 1 and plan.forwards_first
+    assert program.phases.between is not None and report.ok and report.bound == BOUND, str(report)
+    assert autopar.Plan.from_dict(plan.to_dict()) == plan and "all forwards before" in plan.report()
 
 
 @pytest.mark.parametrize(("hints", "found"), [

@@ -18,7 +18,7 @@ from autopar.report.units import bytes_text, seconds_text, share_text
 from autopar.schedule import stage_ranks
 
 if TYPE_CHECKING:
-    from autopar.plan import Alternative, Plan
+    from autopar.plan import Alternative, Plan, Prefill
 
 _ZERO = {
     0: "ZeRO 0: parameters, gradients and optimizer state rest whole on every dp rank",
@@ -64,16 +64,24 @@ def _summary(plan: Plan) -> Table:
         yield "Micro-batches", f"{plan.num_micro_batches} of {plan.micro_batch_size} sequences{first}"
         yield "Recompute", plan.recompute
         yield "Step time", f"{seconds_text(plan.step_time)}: {_parts(plan.breakdown)}"
-        if plan.prefill_time is not None:
-            batch, length = plan.workload["global_batch"], plan.workload["seq_len"]
-            rate = f"{batch / plan.step_time:,.0f} tokens/s, {batch} a step, with {length} tokens of context each"
-            yield "Generation", f"{rate}; prompts of as many tokens {seconds_text(plan.prefill_time)}"
+        if plan.prefill is not None:
+            yield "Generation", _generation(plan, plan.prefill)
         found = plan.binding
         yield "Limits", str(replace(found, limits=found.limits[:2]))
         yield "Work", f"one rank does at most {share_text(plan.flops_share)} of the model's FLOPs"
         yield "Gap", f"at most {share_text(plan.gap)} slower than the best of: {plan.gap_space}"
 
     return table(rows())
+
+
+def _generation(plan: Plan, first: Prefill) -> str:
+    """Tokens a second, and what prompts take."""
+    batch, length = plan.workload["global_batch"], plan.workload["seq_len"]
+    rate = f"{batch / plan.step_time:,.0f} tokens/s: one of each of {batch} samples a step, with {length} of context"
+    prompts = f"prompts as long, all at once, take {seconds_text(first.seconds)} and {bytes_text(first.memory)} a device"
+    room = Cluster.from_dict(plan.cluster).device.memory_bytes
+    chunks = "" if first.memory <= room else ", more than it has: generate(..., prefill_chunk_size=) takes less"
+    return f"{rate}; {prompts}{chunks}"
 
 
 def storage_text(plan: Plan) -> str:

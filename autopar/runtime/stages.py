@@ -47,6 +47,8 @@ class StageRun:
     def act(self, kind: str, micro_batch: int) -> None:
         """Run the graph of one action and drop what is not needed any more."""
         stage = self.stage
+        if kind != "F" and stage.awaited and stage.awaited[0] not in self._given:
+            self._between()
         phase, kept, sends = {
             "F": (stage.forward, stage.saved, stage.sends),
             "B": (stage.backward, (), stage.sends_back),
@@ -69,6 +71,12 @@ class StageRun:
         values.update({name: found[name] for name in kept if name in found})
         if kind != "W":
             self._handed_on["F" if kind == "F" else "B", micro_batch] = {name: found[name] for name in sends}
+
+    def _between(self) -> None:
+        """What is made once a step after all forwards, for the backwards."""
+        self._given.update({name: self._sums[name] for name in self.stage.awaited})
+        if self.stage.known is not None:
+            self._given.update(run_phase(self._run, self.stage.known, self._given))
 
     def hand_on(self, way: str, micro_batch: int) -> dict[str, Any]:
         """What a forward (``way`` F) has for the next stage, or a backward (B) for the one before, by name; given out

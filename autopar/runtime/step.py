@@ -96,20 +96,48 @@ def run_step(
     if phases.once is not None:
         values.update(run_phase(run, phases.once, values))
     sums = Sums(phases.sums, combine)
-    for own in micro_batches:
-        here = {**values, **own}
-        made = run_phase(run, phases.forward, here)
-        sums.add({name: made[name] for name in phases.left if name in made})
-        if phases.backward is not None:
-            here.update(made)
-            inputs = [here[name] for name in phases.backward.inputs]
-            here.clear()  # what the forward saved is held by the list alone, which may be emptied as it is used
-            made.clear()
-            sums.run(run, phases.backward, inputs, phases.left)
+    if phases.awaited:
+        saved = [_forward(phases, values, own, run, sums) for own in micro_batches]
+        values.update({name: sums[name] for name in phases.awaited})
+        if phases.between is not None:
+            values.update(run_phase(run, phases.between, values))
+        for own in micro_batches:
+            _backward(phases, values, own, saved.pop(0), run, sums)
+    else:
+        for own in micro_batches:
+            _backward(phases, values, own, _forward(phases, values, own, run, sums), run, sums)
     values.update(sums)
     if phases.finish is not None:
         values.update(run_phase(run, phases.finish, values))
     return [values[name] for name in phases.results], [values[name] for name in phases.gradients]
+
+
+def _forward(
+    phases: Phases, values: Mapping[str, Any], own: Mapping[str, Any], run: Run, sums: Sums
+) -> dict[str, Any]:
+    """Run the forward of one micro-batch; what it saves for its backward, by name."""
+    made = run_phase(run, phases.forward, {**values, **own})
+    sums.add({name: made[name] for name in phases.left if name in made})
+    read = phases.backward.inputs if phases.backward is not None else ()
+    return {name: made[name] for name in read if name in made and name not in phases.awaited}
+
+
+def _backward(
+    phases: Phases,
+    values: Mapping[str, Any],
+    own: Mapping[str, Any],
+    saved: dict[str, Any],
+    run: Run,
+    sums: Sums,
+) -> None:
+    """Run the backward of one micro-batch on what its forward has ``saved``, which is emptied."""
+    if phases.backward is None:
+        return
+    here = {**values, **own, **saved}
+    inputs = [here[name] for name in phases.backward.inputs]
+    here.clear()  # what the forward saved is held by the list alone, which may be emptied as it is used
+    saved.clear()
+    sums.run(run, phases.backward, inputs, phases.left)
 
 
 def step_inputs(program: StepProgram, given: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:

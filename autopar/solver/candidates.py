@@ -14,7 +14,7 @@ from sympy import divisors
 
 from autopar.cluster import Cluster
 from autopar.hints import Hints
-from autopar.schedule import ALL_SCHEDULES, SCHEDULES, runs
+from autopar.schedule import ALL_SCHEDULES, FORWARDS_FIRST, SCHEDULES, runs
 
 #: Stages a rank that are tried at most of a schedule that leaves their number open.
 MOST_CHUNKS = 10
@@ -61,8 +61,8 @@ class Candidate:
 class Limits:
     """What a model can be cut into: its global ``batch`` and sequence, ``units`` in a row (`solver.pipeline`), and
     whether its batch can be run in parts; hinted ``stages``, None if they are open; and how many pieces all of its
-    mixtures of ``experts`` can be cut into, as all divisors of it (1: it has none); and how many of the units are
-    repeated ``blocks``, None if all."""
+    mixtures of ``experts`` can be cut into, as all divisors of it (1: it has none); how many of the units are
+    repeated ``blocks``, None if all; and whether parts must run their ``forwards_first``."""
 
     batch: int
     sequence: int
@@ -71,6 +71,7 @@ class Limits:
     stages: int | None = None
     experts: int = 1
     blocks: int | None = None
+    forwards_first: bool = False
 
 
 def all_degrees(cluster: Cluster, hints: Hints, limits: Limits) -> Iterator[Degrees]:
@@ -118,12 +119,19 @@ def _schedules(degrees: Degrees, hints: Hints, limits: Limits) -> Iterator[tuple
     if degrees.pp == 1:
         yield None, 1
         return
-    for schedule in [hints.schedule] if hints.schedule else [s for s in SCHEDULES if s not in DOMINATED]:
+    for schedule in [hints.schedule] if hints.schedule else _open_schedules(limits):
         chunks = ALL_SCHEDULES[schedule]
         for count in able_chunks(degrees.pp, limits) if chunks is None else (chunks,):
             stages = degrees.pp * count
             if stages <= limits.units if limits.stages is None else stages == limits.stages:
                 yield schedule, count
+
+
+def _open_schedules(limits: Limits) -> list[str]:
+    """The schedules that are tried unless hinted."""
+    if limits.forwards_first:
+        return sorted(FORWARDS_FIRST)
+    return [s for s in SCHEDULES if s not in DOMINATED]
 
 
 def _micro_batches(degrees: Degrees, hints: Hints, limits: Limits) -> list[int]:

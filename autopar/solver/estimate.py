@@ -16,6 +16,7 @@ import numpy as np
 from autopar.cluster import Cluster
 from autopar.cost_model.communication import collective_seconds
 from autopar.cost_model.compute import optimizer_seconds, stream_seconds
+from autopar.cost_model.memory import FRAGMENTATION
 from autopar.schedule import SPLIT_BACKWARD, V_SHAPED, stage_ranks
 from autopar.sharding.zero import Keeping
 from autopar.solver.actions import ADDED
@@ -58,20 +59,54 @@ def bubble(
     return float(work.sum() - work.max()) / (1.0 + full * (chunks - 1))
 
 
-def in_flight(schedule: str | None, pp: int, chunks: int, micro_batches: int) -> Floats:
+def in_flight(
+    schedule: str | None, pp: int, chunks: int, micro_batches: int, forwards_first: bool = False
+) -> Floats:
     """How many micro-batches of all its stages a rank holds activations of at its fullest moment (Narayanan et al.,
-    arXiv:2104.04473; Qi et al., arXiv:2401.10241 and arXiv:2405.15362)."""
-    ranks = np.arange(pp, dtype=np.float64)
-    held = {
-        None: np.ones(1),
-        "gpipe": np.full(pp, float(micro_batches)),
-        "1f1b": pp - ranks,
-        "interleaved": ((chunks - 1) * pp + 2 * (pp - 1 - ranks) + 1) / chunks,
-        "dualpipev": np.full(pp, pp + 0.5),
-        "zb-2p": np.full(pp, 2.0 * pp - 1),
-        "v-half": np.full(pp, pp // 2 + 1.0),
-    }.get(schedule, np.full(pp, float(pp)))
-    return np.minimum(held, micro_batches)
+    arXiv:2104.04473; Qi et al., arXiv:2401.10241 and arXiv:2405.15362): of all, where forwards come first."""
+    if forwards_first:
+        return np.full(pp, float(micro_batches))
+    return np.minimum(_counts(schedule, pp, chunks, micro_batches)[0].mean(0), micro_batches)
+
+
+def held_by_stage(
+    schedule: str | None, pp: int, chunks: int, micro_batches: int, forwards_first: bool = False
+) -> tuple[Floats, Floats]:
+    """Of how many micro-batches every stage holds activations at the fullest moment of its rank, `in_flight` in all,
+    and for how many of them the backward of weights is put off at most, by schedules that run it apart."""
+    held, late = _counts(schedule, pp, chunks, micro_batches)
+    if forwards_first:
+        held = np.full_like(held, micro_batches)
+    found = np.minimum(np.stack([held, late]), micro_batches)
+    if schedule in V_SHAPED:
+        found[:, 1::2] = found[:, 1::2, ::-1]
+    return found[0].ravel(), found[1].ravel()
+
+
+def _counts(schedule: str | None, pp: int, chunks: int, micro_batches: int) -> tuple[Floats, Floats]:
+    """`held_by_stage` by a rank's first, second, ... stage and by rank, of as many micro-batches as a schedule can
+    hold. Interleaved, forwards go round the stages of a rank, pp micro-batches at a time; the weights' backwards that
+    wait are those of its last stage. V-shaped, the second stages have the fewest."""
+    ranks, late = np.arange(pp, dtype=np.float64), np.zeros((chunks, pp))
+    if schedule == "interleaved":
+        begun = (chunks - 1) * pp + 2 * (pp - 1 - ranks) + 1
+        held = np.minimum(pp, begun - pp * np.arange(chunks)[:, None])
+        held[0] += np.maximum(begun - chunks * pp, 0)
+        return held, late
+    if schedule == "interleaved-zb":
+        late[-1] = ranks + 1
+        return np.full((chunks, pp), float(pp)), late
+    if schedule == "zbv":
+        return np.stack([2 * pp - 1 - ranks, ranks + 1]), np.stack([ranks, ranks + 1])
+    if schedule == "dualpipev":
+        return np.stack([2 * pp - ranks, ranks + 1]), np.stack([(ranks + 1) // 2, ranks // 2 + 1])
+    if schedule == "v-half":
+        second = ranks // 2 + 1
+        return np.stack([2 * (pp // 2 + 1) - second, second]), late + 1
+    if schedule == "zb-2p":
+        return np.full((1, pp), 2.0 * pp - 1), (2 * ranks + 1)[None]
+    held = {None: np.ones(1), "gpipe": np.full(pp, float(micro_batches)), "1f1b": pp - ranks}[schedule]
+    return held[None], late
 
 
 def least_share(schedule: str | None, pp: int, chunks: int, micro_batches: int) -> float:
@@ -142,10 +177,12 @@ class _Bytes:
 
 
 class _Saved(NamedTuple):
-    """Bytes by rank that are saved for the backward: of ``each`` micro-batch, and ``once`` for all of them; and those
-    of what is made again ``meanwhile``."""
+    """Bytes that are saved for the backward: of ``each`` micro-batch by stage, and how many ``more`` once there is
+    the backward of its inputs and not yet that of its weights; ``once`` for all micro-batches, by rank; and those of
+    what is made again ``meanwhile``, the most of any stage."""
 
     each: Floats
+    more: Floats
     once: Floats
     meanwhile: float
 
@@ -173,9 +210,14 @@ class Estimator:
 
     def _memory(self, c: Candidate, mode: str) -> float:
         """Bytes of the fullest rank."""
-        saved = self._saved(_shape(c), self._samples(c), mode)
-        held = saved.once + saved.each * self._held(c)
-        return float((self.rest(c) + held).max()) + saved.meanwhile
+        saved, (held, late) = self._saved(_shape(c), self._samples(c), mode), self._held(c)
+        active = by_rank(c.schedule, c.degrees.pp, held * saved.each + late * saved.more) + saved.once + saved.meanwhile
+        return float((self.rest(c) + self._gaps * active).max()) + self.cluster.device.context_bytes
+
+    @property
+    def _gaps(self) -> float:
+        """What comes and goes takes so many times its bytes, as `peaks.fullest` has it."""
+        return 1 + FRAGMENTATION if self.cluster.device.context_bytes else 1.0
 
     def _fewest(self, full: Estimate, budget: float) -> Estimate:
         """As many blocks made again as are needed to fit, by bisection."""
@@ -251,10 +293,11 @@ class Estimator:
         return _Bytes(rest, gradients, used, reduced, stepped_most, *ends, count, state.spread)
 
     def _saved(self, shape: _Shape, samples: int, mode: str) -> _Saved:
-        replica = self.replica(*shape[:4])
+        replica, first = self.replica(*shape[:4]), self._first(shape)
         profile = replica.profile(samples)
-        each, once = (self._by_rank(shape, replica.chosen(x, mode)) for x in (profile.saved, profile.constant))
-        return _Saved(each, once, self._meanwhile(shape, profile.saved["none"], mode))
+        each, left = (np.add.reduceat(x, first) for x in (replica.chosen(profile.saved, mode), profile.left))
+        once = self._by_rank(shape, replica.chosen(profile.constant, mode))
+        return _Saved(each, np.maximum(left - each, 0.0), once, self._meanwhile(shape, profile.saved["none"], mode))
 
     def _meanwhile(self, shape: _Shape, whole: Floats, mode: str) -> float:
         """Bytes of what is made again and is there at once, of what units save ``whole``: a block's, and where the
@@ -264,8 +307,9 @@ class Estimator:
         together = np.add.reduceat(whole, self._first(shape)) if shape.schedule in SPLIT_BACKWARD else whole
         return float(together.max())
 
-    def _held(self, c: Candidate) -> Floats:
-        return in_flight(c.schedule, c.degrees.pp, c.chunks, c.micro_batches)
+    def _held(self, c: Candidate) -> tuple[Floats, Floats]:
+        first = self._replica(c).setting.forwards_first
+        return held_by_stage(c.schedule, c.degrees.pp, c.chunks, c.micro_batches, first)
 
     def _keeping(self, c: Candidate) -> Keeping:
         """How long copies of parameters live, and how often gradients are reduced."""
@@ -297,11 +341,13 @@ class Estimator:
         profile, states = replica.profile(self._samples(c)), replica.states
         rest = sum(self._resting(c, state) for state in states) + replica.chosen(profile.constant, mode)
         seconds = profile.seconds + replica.chosen(profile.again, mode)
-        row = Units(seconds, rest, replica.chosen(profile.saved, mode))
-        room = budget - self._gathered(c, sum(float(state.used.max()) for state in states))
-        room -= self._meanwhile(_shape(c), profile.saved["none"], mode)
+        saved = replica.chosen(profile.saved, mode)
+        row = Units(seconds, rest, self._gaps * saved, self._gaps * np.maximum(profile.left - saved, 0.0))
+        room = budget - self.cluster.device.context_bytes
+        room -= self._gathered(c, sum(float(state.used.max()) for state in states))
+        room -= self._gaps * self._meanwhile(_shape(c), profile.saved["none"], mode)
         stages = c.degrees.pp * c.chunks
-        return best_cuts(row, stage_ranks(str(c.schedule), c.degrees.pp, stages), self._held(c), max(room, 1.0))
+        return best_cuts(row, stage_ranks(str(c.schedule), c.degrees.pp, stages), *self._held(c), max(room, 1.0))
 
     def _exposed(self, c: Candidate, work: _Work) -> float:
         """Seconds that the collectives of data parallelism add to a step: as `cost_model.step` has it, those once a

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx
 
 from autopar.capture.graph import Captured
@@ -20,7 +22,7 @@ def runs_in_parts(captured: Captured, operators: Operators, batch: int) -> bool:
     """Whether the model gives one loss, whose samples do not mix, so that ``train_step`` can run a ``batch`` in parts.
 
     What is summed over the batch and read by every sample (the number of tokens) has to be known before the forward, so
-    it must not be made by matrix products (`passes.phases`).
+    it must not be made by matrix products, unless the backward alone reads it (`passes.phases`, `forwards_first`).
     """
     if batch == 1 or not _has_one_loss(captured):
         return False
@@ -38,18 +40,31 @@ def _has_one_loss(captured: Captured) -> bool:
 
 def why_whole(captured: Captured, operators: Operators, batch: int) -> None:
     """Raise MicroBatchError if a ``batch`` of several samples cannot be run in parts because they mix."""
-    parts = next(n for n in range(2, batch + 1) if batch % n == 0)
-    whole = _whole(captured, operators)
-    kept = {p.name: Keeping() for p in captured.parameters}
-    found = in_micro_batches(captured, operators, whole, parts, split_inputs(captured), kept)
-    if (late := _known_late(captured, operators, found)) is not None:
+    found = _in_parts(captured, operators, batch)
+    if (late := next(_known_late(captured, operators, found, forward=True), None)) is not None:
         raise MicroBatchError(
             f"the batch cannot run in micro-batches: a sum over the batch depends on matrix products, {late.node.name} "
             f"in {late.node.meta['module'] or 'the model'}",
-            expected="sums over the batch that are cheap to know before the forward, such as the number of tokens",
+            expected="sums over the batch that are cheap to know before the forward, such as the number of tokens, or "
+            "that the backward alone needs",
             found="a value of the model that all samples of the batch go into",
             change="run the batch in one piece (micro_batch_size = global batch / dp)",
         )
+
+
+def forwards_first(captured: Captured, operators: Operators, batch: int) -> bool:
+    """Whether a ``batch`` that can run in parts must run the forwards of all before the first backward, which needs a
+    sum over them: of a balancing loss, the shares of tokens that experts have."""
+    found = _in_parts(captured, operators, batch)
+    return next(_known_late(captured, operators, found, forward=False), None) is not None
+
+
+def _in_parts(captured: Captured, operators: Operators, batch: int) -> Assignment:
+    """The assignment on one rank, in as few micro-batches as there can be."""
+    parts = next(n for n in range(2, batch + 1) if batch % n == 0)
+    whole = _whole(captured, operators)
+    kept = {p.name: Keeping() for p in captured.parameters}
+    return in_micro_batches(captured, operators, whole, parts, split_inputs(captured), kept)
 
 
 def _whole(captured: Captured, operators: Operators) -> Assignment:
@@ -65,10 +80,13 @@ def _whole(captured: Captured, operators: Operators) -> Assignment:
     )
 
 
-def _known_late(captured: Captured, operators: Operators, found: Assignment) -> Value | None:
-    """A sum over micro-batches that a micro-batch reads and that is made with products."""
+def _known_late(captured: Captured, operators: Operators, found: Assignment, *, forward: bool) -> Iterator[Value]:
+    """The sums over micro-batches that a micro-batch reads, with ``forward`` in its forward, and that are made with
+    products."""
     leading = set[fx.Node]()
     for op in reversed(list(operators)):
+        if forward and op.backward:
+            continue
         varies = found.strategies[op.node][0].factor is not None
         results = (Value(op.node, i) for i in range(len(op.call.results)))
         users = (user for value in results for user, _ in operators.consumers.get(value, ()))
@@ -78,8 +96,7 @@ def _known_late(captured: Captured, operators: Operators, found: Assignment) -> 
         sums = any(step.axis == MICRO_BATCH and step.kind == "all_reduce" for step in transfer.steps)
         read = any(user in leading for user, _ in operators.consumers.get(transfer.value, ()))
         if sums and read and not transfer.output and _has_products(operators, transfer.value):
-            return transfer.value
-    return None
+            yield transfer.value
 
 
 def _has_products(operators: Operators, value: Value) -> bool:

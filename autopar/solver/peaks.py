@@ -78,7 +78,8 @@ def peaks_of(
     stepped = optimizer_moment(setting, assignment, memory[GRADIENTS])
     if micro_batches == 1:  # copies that are kept from step to step are there while the optimizer runs too
         stepped = _sum(stepped, {COPIES: own.copies})
-    return (fullest(setting.cluster.device, memory, [stepped, *_step_moments(own, micro_batches)]),)
+    ahead = (micro_batches - 1) * own.saved if setting.forwards_first else 0
+    return (fullest(setting.cluster.device, memory, [stepped, *_step_moments(own, micro_batches, ahead)]),)
 
 
 def fullest(device: Device, memory: Mapping[str, int], moments: Iterable[Moment]) -> dict[str, int]:
@@ -311,14 +312,17 @@ def row_moments(row: Sequence[ScheduleStep], lives: Sequence[StageLife], stages:
         yield _sum(lives[s].finish, {GRADIENTS: sum(summed.values()), COPIES: copies})
 
 
-def _step_moments(own: StageLife, micro_batches: int) -> Iterator[Moment]:
-    """The fullest moments of a step without a pipeline; from the second micro-batch on all are alike."""
+def _step_moments(own: StageLife, micro_batches: int, ahead: int) -> Iterator[Moment]:
+    """The fullest moments of a step without a pipeline; from the second micro-batch on all are alike, but for bytes that
+    forwards ``ahead`` of the first backward have saved."""
     sums = {GRADIENTS: own.sums, COPIES: own.copies}
-    yield _sum(own.forward, sums)
+    yield _sum(own.forward, {COPIES: own.copies, ACTIVATIONS: ahead} if ahead else sums)
     if micro_batches == 1:
         yield _sum(own.backward, sums)
     else:
-        yield _sum(own.adding, sums)
+        if ahead:
+            yield _sum(own.backward, {COPIES: own.copies, ACTIVATIONS: ahead})
+        yield _sum(own.adding, sums, {ACTIVATIONS: max(ahead - own.saved, 0)})
         yield _sum(own.finish, sums)
 
 

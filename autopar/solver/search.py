@@ -100,9 +100,17 @@ def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: 
     if hints.stages is not None:
         stages = len(hinted(row, hints.stages))
         check_stages(hints.schedule or "1f1b", hints.pp or 1, stages)
-    parts = runs_in_parts(captured, operators, batch)
+    infers = workload.mode == "infer"
+    if infers and (hints.pp or 1) > 1:
+        raise HintError(
+            f"The hint pp={hints.pp} cannot be kept: inference does not run in a pipeline.",
+            expected="pp=1, or no hint: stages would wait for one another at every token",
+            found=f"pp={hints.pp} with Workload(mode='infer')",
+            change="leave pp out; tp and dp split the model and what it keeps of past tokens",
+        )
+    parts = not infers and runs_in_parts(captured, operators, batch)
     size = hints.micro_batch_size
-    if not parts and size is not None and size < batch:
+    if not parts and not infers and size is not None and size < batch:
         loss_place(captured)  # says what is wrong, if that is it
         if size * (hints.dp or cluster.size) < batch:  # more than one micro-batch, whatever dp is
             why_whole(captured, operators, batch)
@@ -110,9 +118,8 @@ def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: 
     if setting.forwards_first and hints.schedule is not None and hints.schedule not in FORWARDS_FIRST:
         raise _backwards_wait(hints.schedule)
     experts, blocks = experts_of(captured, operators, hints.ep), len(forward_blocks(operators))
-    limits = Limits(
-        batch, workload.seq_len or 1, len(row), parts, stages, experts, blocks or None, setting.forwards_first
-    )
+    length = 1 if captured.caches else workload.seq_len or 1  # a step of a generation has one token to split
+    limits = Limits(batch, length, len(row), parts, stages, experts, blocks or None, setting.forwards_first)
     budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
     return Frame(setting, hints, hint_pins(captured, hints), limits, budget)
 

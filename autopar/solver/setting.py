@@ -14,8 +14,8 @@ from autopar.sharding.zero import Keeping, Zero
 @dataclass(frozen=True)
 class Setting:
     """What assignments are made and priced for: a captured graph on a cluster, the optimizer whose state is kept, what
-    is made again in the backward (`sharding.recompute`), how long copies of sharded parameters live, and whether
-    Inductor compiles the emitted graphs."""
+    is made again in the backward (`sharding.recompute`), how long copies of sharded parameters live, whether Inductor
+    compiles the emitted graphs, and whether the first backward needs the forwards of all micro-batches."""
 
     captured: Captured
     operators: Operators
@@ -24,6 +24,7 @@ class Setting:
     recompute: str = "none"
     zero: Zero = Zero()  # noqa: RUF009  frozen
     compiled: bool = False
+    forwards_first: bool = False
 
 
 def is_sharded(p: Parameter, operators: Operators, assignment: Assignment) -> bool:

@@ -69,7 +69,8 @@ class Stages:
         self.at = located(captured, operators, pipeline.stages) if pipeline else {}
         self.trained = any(op.backward for op in operators)
         self.split = self.schedule in SPLIT_BACKWARD
-        self.script = script(self.schedule, self.pp, self.count, micro_batches, self.trained)
+        first = setting.forwards_first
+        self.script = script(self.schedule, self.pp, self.count, micro_batches, self.trained, first)
         self.of_rank = self.script.of_rank
         self.homes = {p.name: self._homes(p) for p in captured.parameters}
         self._written: dict[tuple[object, ...], dict[str, Program]] = {}

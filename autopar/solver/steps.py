@@ -17,7 +17,8 @@ Pick = Callable[[int], bool]
 class Cut:
     """Which entries each phase of a step is there for: ``once`` what is kept for the step, ``left`` what micro-batches
     leave for its end and ``summed`` what each of them has for that, those of the forward first; ``saved`` what the
-    forward hands to the backward, and ``last`` what the end of the step makes."""
+    forward hands to the backward, ``last`` what the end of the step makes, and ``awaited`` the sums that the first
+    backward waits for."""
 
     once: tuple[int, ...]
     left: tuple[int, ...]
@@ -26,6 +27,7 @@ class Cut:
     saved: tuple[int, ...]
     last: tuple[int, ...]
     ready: frozenset[int]
+    awaited: tuple[int, ...] = ()
 
     def is_handed_over(self, tape: Tape) -> Pick:
         """Picks what the backward does not make: it is there once a step, or kept from the forward."""
@@ -51,18 +53,34 @@ def cut(tape: Tape, given: Collection[int], results: Iterable[int]) -> Cut:
     calls, starts = closure(tape, targets, lambda i: False)
     needed = set(calls) | set(starts)
     varying = _varying(tape, calls, given)
-    early, hoisted = _ready(tape, calls, needed, varying)
-    ready = frozenset(early) | hoisted
+    known, hoisted = _ready(tape, calls, needed, varying)
+    ready, awaited = frozenset(known) | hoisted, _awaited(tape, known)
     _, leaves = closure(tape, targets, lambda i: entries[i].sums or i in varying or i in ready)
-    left = [i for i in leaves if i not in early and (entries[i].sums or (i in varying and entries[i].call))]
+    summed = {i for i in leaves if i not in known and (entries[i].sums or (i in varying and entries[i].call))}
+    left = sorted(summed.union(awaited))
     outputs = {i: _summed(tape, i) if entries[i].sums else i for i in left}
     backward = tuple(n for n in outputs.values() if entries[n].backward)
     forward = tuple(n for n in outputs.values() if not entries[n].backward)
-    found = Cut(tuple(sorted(hoisted)), tuple(left), forward, backward, (), (), ready)
+    once = tuple(sorted(hoisted.difference(_made_of(tape, calls, awaited))))
+    found = Cut(once, tuple(left), forward, backward, (), (), ready)
     _, boundary = closure(tape, backward, found.is_handed_over(tape))
     saved = tuple(i for i in boundary if entries[i].call and i not in ready)
     last = tuple(i for i in targets if i not in outputs and i not in ready)
-    return Cut(found.once, found.left, forward, backward, saved, last, ready)
+    return Cut(found.once, found.left, forward, backward, saved, last, ready, awaited)
+
+
+def _awaited(tape: Tape, known: Iterable[int]) -> tuple[int, ...]:
+    """Of the sums that are known before a backward those that take a forward to know."""
+    heavy = {i for i, entry in enumerate(tape.entries) if entry.key is None and entry.owner in tape.heavy}
+    return tuple(sorted(i for i in known if heavy.intersection(closure(tape, [i], lambda j: False)[0])))
+
+
+def _made_of(tape: Tape, calls: Iterable[int], starts: Collection[int]) -> set[int]:
+    found = set(starts)
+    for i in calls if starts else ():
+        if any(arg in found for arg in tape.entries[i].args):
+            found.add(i)
+    return found
 
 
 def _varying(tape: Tape, calls: Iterable[int], given: Collection[int]) -> set[int]:

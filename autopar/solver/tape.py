@@ -57,7 +57,8 @@ class Entry:
 class Tape:
     """Entries in the order in which they are emitted, bytes by storage, the entries of placeholders, and those that the
     captured outputs and gradients end with. ``times`` says by name for how many a parameter stands, ``copied`` which
-    kinds of collectives do not hold what they read until they are waited for."""
+    kinds of collectives do not hold what they read until they are waited for, ``heavy`` are the operators with FLOPs.
+    """
 
     entries: list[Entry] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
@@ -66,6 +67,7 @@ class Tape:
     gradients: list[int] = field(default_factory=list)
     times: Mapping[str, int] = field(default_factory=dict)
     copied: frozenset[str] = frozenset()
+    heavy: frozenset[fx.Node] = frozenset()
 
     def storage(self, nbytes: int) -> int:
         """A new storage."""
@@ -108,7 +110,8 @@ class _Writer:
         captured, operators = short.captured, short.operators
         self.captured, self.operators, self.times = captured, operators, short.times
         self.assignment, self.again, self.mesh = assignment, again, assignment.mesh
-        self.templates, self.tape = templates, Tape(times=short.parameters)
+        heavy = frozenset(op.node for op in operators if op.flops)
+        self.templates, self.tape = templates, Tape(times=short.parameters, heavy=heavy)
         self.produced = result_layouts(operators, assignment)
         self.router = Router(self.mesh)
         named = [(p.name, p.placeholder, p.gradient) for p in captured.parameters]

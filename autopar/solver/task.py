@@ -74,10 +74,11 @@ class Task:
     def _program(self) -> tuple[Space, Program]:
         """The program, which counts as many micro-batches in flight as the fullest rank of a pipeline holds, and what
         its stages send one another."""
-        line, held = self.pipeline, 1.0
+        line, schedule, pp, chunks = self.pipeline, None, 1, 1
         if line is not None:
-            chunks = len(line.stages) // line.pp
-            held = float(in_flight(line.schedule, line.pp, chunks, self.pins.micro_batches).max())
+            schedule, pp, chunks = line.schedule, line.pp, len(line.stages) // line.pp
+        first = self.setting.forwards_first
+        held = float(in_flight(schedule, pp, chunks, self.pins.micro_batches, first).max())
         space, program = make_program(self.setting, self.mesh, self.pins, in_flight=held)
         if line is None:
             return space, program
