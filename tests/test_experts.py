@@ -17,8 +17,8 @@ from zoo import MIXTURES, Architecture
 
 import autopar
 from autopar.capture.routed import mark_routed
-from autopar.errors import CaptureError, HintError, MicroBatchError
-from autopar.ops.experts import MAKE_ROWS, TAKE_ROWS
+from autopar.errors import CaptureError, HintError
+from autopar.ops.gated import MAKE_ROWS, TAKE_ROWS
 from autopar.report.describe import describe_layers
 from autopar.runtime.reference import exact_float64
 from autopar.runtime.verify import compare
@@ -126,13 +126,6 @@ def test_experts_in_a_whole_step(name: str, plan: str) -> None:
     with exact_float64():
         report = autopar.verify(model, f"cpu:{ranks}", hints=hints, example_inputs=batch)
     assert report.ok and report.max_error < 1e-10, report
-
-
-def test_a_balancing_loss_is_not_cut_in_micro_batches() -> None:
-    """Mixtral's is a product of two means over the whole batch, not the sum of such products of micro-batches."""
-    model, batch = MIXTURES[0].make()
-    with pytest.raises(MicroBatchError, match="a sum over the batch depends on"):
-        autopar.plan(model, "cpu:2", hints=autopar.Hints(tp=2, pp=1, micro_batch_size=2), example_inputs=batch)
 
 
 def test_ranks_exchange_rows() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from autopar.ops.experts import combine, dispatch, group_of, grouped_bias, grouped_mm
+from autopar.ops.gated import gated_mm
 
 #: The name under which it is registered.
 IMPLEMENTATION = "autopar"
@@ -24,13 +25,26 @@ def _linear(module: nn.Module, rows: Tensor, name: str, index: Tensor) -> Tensor
     return grouped_bias(rows, getattr(module, f"{name}_bias"), index) if module.has_bias else rows
 
 
+def _has_plain_gate(module: nn.Module) -> bool:
+    """Whether a module's gate and up are fused one after the other, [E, 2 x I, H], without a bias, and its gate is the
+    usual one, the activation of the one times the other."""
+    from transformers.integrations.moe import _default_apply_gate
+
+    fused = getattr(module, "has_gate", True) and getattr(module, "is_concatenated", True)
+    usual = getattr(type(module), "_apply_gate", None) is _default_apply_gate
+    return bool(fused and usual and not module.has_bias and not module.is_transposed)
+
+
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """transformers' experts interface: hidden [T, H], index and weights [T, K] -> [T, H]."""
     experts = int(module.num_experts)  # type: ignore[arg-type]
     tokens, top_k = top_k_index.shape
     group = group_of(tokens, top_k, experts)
     rows = dispatch(hidden_states, top_k_index, None, experts, group)
-    if getattr(module, "has_gate", True):  # transformers 5.0 has not all of these attributes
+    if _has_plain_gate(module):
+        gate, up = gated_mm(rows, module.gate_up_proj.unflatten(1, (2, -1)), top_k_index)  # type: ignore[operator]
+        rows = module.act_fn(gate) * up  # type: ignore[operator]
+    elif getattr(module, "has_gate", True):  # transformers 5.0 has not all of these attributes
         rows = module._apply_gate(_linear(module, rows, "gate_up_proj", top_k_index))  # type: ignore[operator]
     else:
         rows = module.act_fn(_linear(module, rows, "up_proj", top_k_index))  # type: ignore[operator]

@@ -9,19 +9,20 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
-from autopar.ops.experts import MAKE_ROWS, TAKE_ROWS
+from autopar.ops.gated import MAKE_ROWS, TAKE_ROWS
 from autopar.sharding.operators import BY_EXPERT, ROUTED
 
 aten = torch.ops.aten
 
 #: Besides pointwise operators: those that look at the last dim alone, given the dim's place among their arguments.
 _ALONG = {aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.cat.default: 1, aten.slice.Tensor: 1}
+_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 _SAME = frozenset({aten.clone.default, aten.detach.default, aten.alias.default})
 ops = torch.ops.autopar
 _POINTWISE = _SAME | {aten._to_copy.default, ops.put_into_zeros.default}
 #: Operators that read the weights of experts, as their second argument, and those that make the gradients of them.
-_READ_WEIGHTS = frozenset({ops.grouped_mm.default, ops.grouped_bias.default})
-_MAKE_GRADIENTS = frozenset({ops.grouped_outer.default, ops.grouped_sum.default})
+_READ_WEIGHTS = frozenset({ops.grouped_mm.default, ops.grouped_bias.default, ops.gated_mm.default})
+_MAKE_GRADIENTS = frozenset({ops.grouped_outer.default, ops.grouped_sum.default, ops.gated_outer.default})
 
 
 def mark_routed(graph: fx.Graph) -> None:
@@ -119,4 +120,6 @@ def _keeps_experts(node: fx.Node) -> bool:
     if node.target is aten.transpose.int:
         ndim = node.meta["val"].dim()
         return all(dim % ndim for dim in node.args[1:])
+    if node.target in _VIEWS:
+        return bool(node.meta["val"].shape[0] == node.args[0].meta["val"].shape[0])
     return node.target in _POINTWISE or node.target is aten.add.Tensor

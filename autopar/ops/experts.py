@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 
-class _Pairs(NamedTuple):
+class Pairs(NamedTuple):
     """The (token, k) pairs that go to experts of this rank, sorted by expert."""
 
     order: Tensor  # [P], places in the flattened index
@@ -35,14 +35,15 @@ def group_of(tokens: int, top_k: int, experts: int) -> int:
     return next(g for g in range(max(min(experts // max(top_k, 1), tokens), 1), 0, -1) if tokens % g == 0)
 
 
-def _pairs(index: Tensor, experts: int) -> _Pairs:
+def routed_pairs(index: Tensor, experts: int) -> Pairs:
+    """The pairs of ``index`` [T, K] that go to some of the ``experts``."""
     flat = index.reshape(-1)
     keys = torch.where((flat >= 0) & (flat < experts), flat, experts)
     counts = torch.bincount(keys, minlength=experts + 1)[:experts]
-    return _Pairs(torch.argsort(keys, stable=True)[: int(counts.sum())], counts)
+    return Pairs(torch.argsort(keys, stable=True)[: int(counts.sum())], counts)
 
 
-def _check(rows: Tensor, index: Tensor, name: str) -> None:
+def check_rows(rows: Tensor, index: Tensor, name: str) -> None:
     """Raise ValueError where rows and index cannot belong together."""
     if rows.dim() != 3 or index.dim() != 2 or index.dtype != torch.int64:
         raise ValueError(
@@ -51,7 +52,7 @@ def _check(rows: Tensor, index: Tensor, name: str) -> None:
         )
 
 
-def _products(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+def products(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     """For every expert the product of its rows of ``a`` [P, I] with ``b``: its matrix of [E, I, O], giving [P, O]; or
     of its columns of ``a`` [I, P] with its rows of ``b`` [P, O], giving [E, I, O]."""
     if a.is_cuda and a.dtype == torch.bfloat16:  # where there is one kernel for all of them
@@ -76,8 +77,8 @@ def dispatch(x: Tensor, index: Tensor, weights: Tensor | None, experts: int, gro
     Raises:
         ValueError: an index that is not int64 [T, K].
     """
-    _check(x.unsqueeze(0), index, "dispatch")
-    order = _pairs(index, experts).order
+    check_rows(x.unsqueeze(0), index, "dispatch")
+    order = routed_pairs(index, experts).order
     rows = x[order // index.shape[1]]
     if weights is not None:
         rows = rows * weights.reshape(-1)[order, None]
@@ -100,8 +101,8 @@ def combine(rows: Tensor, index: Tensor, weights: Tensor | None, experts: int, g
     Raises:
         ValueError: rows or an index of other dims.
     """
-    _check(rows, index, "combine")
-    order, (tokens, top_k) = _pairs(index, experts).order, index.shape
+    check_rows(rows, index, "combine")
+    order, (tokens, top_k) = routed_pairs(index, experts).order, index.shape
     found = rows[0] if weights is None else rows[0] * weights.reshape(-1)[order, None]
     # a row a pair and a sum over them, and no index_add: its order of additions is not fixed on CUDA
     pairs = rows.new_zeros(tokens * top_k, rows.shape[2])
@@ -121,10 +122,9 @@ def _(rows: Tensor, index: Tensor, weights: Tensor | None, experts: int, group: 
 )
 def combine_weights_backward(grad: Tensor, rows: Tensor, index: Tensor, experts: int, group: int) -> Tensor:
     """Gradient of the weights of `combine`, [T, K]: the product of ``grad`` [T, H] of a token with each of its rows."""
-    order = _pairs(index, experts).order
-    products = (grad[order // index.shape[1]] * rows[0]).sum(-1)
+    order = routed_pairs(index, experts).order
     found = grad.new_zeros(index.numel())
-    found[order] = products
+    found[order] = (grad[order // index.shape[1]] * rows[0]).sum(-1)
     return found.view(index.shape)
 
 
@@ -142,8 +142,8 @@ def grouped_mm(rows: Tensor, weight: Tensor, index: Tensor) -> Tensor:
     Raises:
         ValueError: rows or an index of other dims.
     """
-    _check(rows, index, "grouped_mm")
-    return _products(rows[0], weight, _pairs(index, weight.shape[0]).counts).unsqueeze(0)
+    check_rows(rows, index, "grouped_mm")
+    return products(rows[0], weight, routed_pairs(index, weight.shape[0]).counts).unsqueeze(0)
 
 
 @grouped_mm.register_fake
@@ -159,8 +159,8 @@ def _(rows: Tensor, weight: Tensor, index: Tensor) -> Tensor:
 def grouped_outer(a: Tensor, b: Tensor, index: Tensor, experts: int) -> Tensor:
     """For every expert the sum over its rows of the outer products of ``a`` [1, P, I] and ``b`` [1, P, O]: [E, I, O],
     zero for an expert without rows. The gradient of `grouped_mm`'s weight."""
-    _check(a, index, "grouped_outer")
-    return _products(a[0].t(), b[0], _pairs(index, experts).counts)
+    check_rows(a, index, "grouped_outer")
+    return products(a[0].t(), b[0], routed_pairs(index, experts).counts)
 
 
 @grouped_outer.register_fake
@@ -173,8 +173,8 @@ def _(a: Tensor, b: Tensor, index: Tensor, experts: int) -> Tensor:
 )
 def grouped_bias(rows: Tensor, bias: Tensor, index: Tensor) -> Tensor:
     """Every row [1, P, O] plus the vector of its expert, ``bias`` [E, O]."""
-    _check(rows, index, "grouped_bias")
-    return rows + bias.repeat_interleave(_pairs(index, bias.shape[0]).counts, dim=0)
+    check_rows(rows, index, "grouped_bias")
+    return rows + bias.repeat_interleave(routed_pairs(index, bias.shape[0]).counts, dim=0)
 
 
 @grouped_bias.register_fake
@@ -187,8 +187,8 @@ def _(rows: Tensor, bias: Tensor, index: Tensor) -> Tensor:
 )
 def grouped_sum(rows: Tensor, index: Tensor, experts: int) -> Tensor:
     """The sum over the rows [1, P, O] of every expert, [E, O]: the gradient of `grouped_bias`'s bias."""
-    _check(rows, index, "grouped_sum")
-    sizes = _pairs(index, experts).counts.tolist()
+    check_rows(rows, index, "grouped_sum")
+    sizes = routed_pairs(index, experts).counts.tolist()
     return torch.stack([piece.sum(0) for piece in rows[0].split(sizes)])
 
 
@@ -275,19 +275,3 @@ def _outer_flops(a: Sequence[int], b: Sequence[int], index: Any, experts: int, *
     return 2 * a[0] * a[1] * a[2] * b[2]
 
 
-#: Operators that take or give rows; a pointwise operator on rows gives rows as well.
-MAKE_ROWS = frozenset(
-    {
-        torch.ops.autopar.dispatch.default,
-        torch.ops.autopar.grouped_mm.default,
-        torch.ops.autopar.grouped_bias.default,
-    }
-)
-TAKE_ROWS = frozenset(
-    {
-        torch.ops.autopar.combine.default,
-        torch.ops.autopar.combine_weights_backward.default,
-        torch.ops.autopar.grouped_outer.default,
-        torch.ops.autopar.grouped_sum.default,
-    }
-)

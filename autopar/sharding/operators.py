@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
+import autopar.ops.cache  # noqa: F401  defines an operator
 from autopar._compat import pytree
-from autopar.ops.experts import MAKE_ROWS
+from autopar.ops.gated import MAKE_ROWS
 from autopar.sharding.axes import BATCH_AXES, CONTEXT_AXIS
 from autopar.sharding.flops import count_flops, has_flops
 from autopar.sharding.layout import TensorSpec
@@ -48,9 +49,9 @@ VIEWS = frozenset(
         aten.unbind.int,
         aten.detach.default,
         aten.alias.default,
-    }
         torch.ops.autopar.cache_write.default,  # in place, where it runs
         torch.ops.autopar.constrain.default,
+    }
 )
 
 

@@ -26,6 +26,9 @@ _PRODUCTS = {
     aten.dot.default: (0, 1),
     torch.ops.autopar.grouped_mm.default: (0, 1),
     torch.ops.autopar.grouped_outer.default: (0, 1),
+    torch.ops.autopar.gated_mm.default: (0, 1),
+    torch.ops.autopar.gated_mm_backward.default: (0, 2),
+    torch.ops.autopar.gated_outer.default: (0, 2),
     aten.addmm.default: (1, 2),
     aten.baddbmm.default: (1, 2),
 }

@@ -508,7 +508,7 @@ def select_scatter(d: Draw, target: Any) -> Call:
 
 def _bounds(d: Draw, size: int) -> tuple[int | None, int | None, int]:
     everything = [(None, None, 1), (0, 2**63 - 1, 1), (0, size, 1), (-size, None, 1)]
-    return d.pick([*everything, (1, None, 1), (0, -1, 1), (0, size, 2)])
+    return d.pick([*everything, (1, None, 1), (0, -1, 1), (0, size, 2), (1, None, 2)])
 
 
 @sample(aten.slice.Tensor)
@@ -831,6 +831,14 @@ def delta_rule(d: Draw, target: Any) -> Call:
 def delta_rule_backward(d: Draw, target: Any) -> Call:
     q, k, v, *rest = _delta(d)
     return (d.real(v.shape), q, k, v, *rest), {}
+
+
+@sample(own.cache_write.default)
+def cache_write(d: Draw, target: Any) -> Call:
+    batch, heads, kept, dim = d.size(empty=False), d.size(empty=False), d.pick([4, 5]), d.size(empty=False)
+    count = d.integer(1, kept)
+    start = d.whole([], 0, kept - count + 1)
+    return (d.real([batch, heads, kept, dim]), d.real([batch, heads, count, dim]), start), {}
 
 
 @sample(own.put_into_zeros.default)

@@ -16,13 +16,15 @@ import torch
 from rule_harness import MESHES, REDUCTIONS, gather, same, scatter
 from torch import Tensor, fx
 
-from autopar.ops.experts import MAKE_ROWS, TAKE_ROWS, group_of
+from autopar.ops.experts import group_of
+from autopar.ops.gated import MAKE_ROWS, TAKE_ROWS
 from autopar.passes.collectives import emit_exchange, emit_step
 from autopar.runtime.simulate import Traffic, run_ranks
 from autopar.sharding import rule as rules
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.redistribute import redistribution
 from autopar.sharding.rules import rule_for
+from autopar.sharding.rules.common import takes_every
 
 own = torch.ops.autopar
 TOKENS, TOP_K, EXPERTS, WIDTH, OUT = 16, 2, 4, 6, 4
@@ -62,6 +64,9 @@ SAMPLES: dict[Any, Any] = {
     own.grouped_outer.default: lambda: (rows(WIDTH), rows(OUT), INDEX, EXPERTS),
     own.grouped_bias.default: lambda: (rows(WIDTH), uniform(EXPERTS, WIDTH), INDEX),
     own.grouped_sum.default: lambda: (rows(WIDTH), INDEX, EXPERTS),
+    own.gated_mm.default: lambda: (rows(WIDTH), uniform(EXPERTS, 2, OUT, WIDTH), INDEX),
+    own.gated_mm_backward.default: lambda: (rows(OUT), rows(OUT), uniform(EXPERTS, 2, OUT, WIDTH), INDEX),
+    own.gated_outer.default: lambda: (rows(OUT), rows(OUT), rows(WIDTH), INDEX, EXPERTS),
 }
 WEIGHTED = {
     own.dispatch.default: lambda: (uniform(TOKENS, WIDTH), INDEX, uniform(TOKENS, TOP_K), EXPERTS, GROUP),
@@ -114,8 +119,9 @@ def test_shards_compute_the_whole(samples: dict[Any, Any], inward: str) -> None:
     for target, make in samples.items():
         torch.manual_seed(0)
         args = make()
-        expected = target(*args)
-        call, operands = rules.op_call(target, args, {}, [spec_of(expected)], spec_of)
+        made = target(*args)
+        expected = made if isinstance(made, tuple) else (made,)
+        call, operands = rules.op_call(target, args, {}, [*map(spec_of, expected)], spec_of)
         found = rule_for(call)
         assert found is not None
         rule, split = replace(found, inward=frozenset(inward)), set()
@@ -130,7 +136,9 @@ def test_shards_compute_the_whole(samples: dict[Any, Any], inward: str) -> None:
                         starts=lambda layout, shape, m=mesh, r=rank: torch.tensor(layout.starts(m, shape, r))))
                     for rank in range(mesh.size)
                 ]
-                assert agrees(found, outs[0], mesh, expected), f"{target} under {[*map(str, strategy)]}"
+                parts = zip(*(piece if isinstance(piece, tuple) else (piece,) for piece in found), strict=True)
+                for pieces, layout, whole in zip(parts, outs, expected, strict=True):
+                    assert agrees(pieces, layout, mesh, whole), f"{target} under {[*map(str, strategy)]}"
                 split |= {choice.factor for choice in strategy}
         assert {"e", "c"} <= split, f"{target} is split by experts and by tokens, not by {split}"
 
@@ -230,6 +238,24 @@ def test_the_whole_is_what_a_loop_over_experts_gives() -> None:
     for a, b in zip(torch.autograd.grad(found, tensors, tangent), torch.autograd.grad(expected, tensors, tangent),
                     strict=True):
         assert same(a, b)
+
+
+def test_a_gate_is_two_products() -> None:
+    weight, given = uniform(EXPERTS, 2, OUT, WIDTH).requires_grad_(), rows(WIDTH).requires_grad_()
+    expected = [own.grouped_mm(given, weight[:, half].transpose(1, 2), INDEX) for half in range(2)]
+    found, tangents = own.gated_mm(given, weight, INDEX), [torch.randn_like(t) for t in expected]
+    assert all(same(a.detach(), b.detach()) for a, b in zip(found, expected, strict=True))
+    pairs = [torch.autograd.grad(outs, (given, weight), tangents) for outs in (found, expected)]
+    assert all(same(a, b) for a, b in zip(*pairs, strict=True))
+
+
+@pytest.mark.parametrize(("size", "start", "end", "step", "every"), [
+    (8, 1, 2**63 - 1, 2, True), (8, 0, None, 4, True), (8, 2, None, 2, False), (9, 0, None, 2, False),
+    (8, 0, 7, 2, False), (8, 0, None, 1, False),
+])  # fmt: skip
+def test_slices_that_take_every_so_many_th(size: int, start: int, end: int | None, step: int, every: bool) -> None:
+    """Of gate and up one after the other in turn, each rank has both of its part."""
+    assert takes_every(size, start, end, step) == every
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts", "group"),

@@ -103,3 +103,8 @@ def once(local: Local, operand: int) -> Any:
     pieces = math.prod(local.mesh.degree(axis) for axis in axes)
     rank = start_of(local, Layout((axes,)), (pieces,), 0)  # a dim with one element a rank: its start is the rank
     return zero_where(local, local.operands[operand], local.emit(aten.ne.Scalar, rank, 0))
+
+
+def takes_every(size: int, start: int, end: int | None, step: int) -> bool:
+    """Whether a slice of a dim of ``size`` takes one of every ``step`` elements, more than one, from all of it."""
+    return step > 1 and size % step == 0 and 0 <= start < step and (end is None or end >= size)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-import autopar.ops.experts  # noqa: F401  defines the operators
+import autopar.ops.experts
+import autopar.ops.gated  # noqa: F401  both define operators
 from autopar.sharding.rule import Arg, Local, OpCall, Rule, rule
-from autopar.sharding.rules.common import aten, linear_args, names, once, start_of
+from autopar.sharding.rules.common import aten, linear_args, names, once, start_of, takes_every
 from autopar.sharding.rules.registry import register
 
 
@@ -53,7 +54,7 @@ def _rule(
         call,
         annotation,
         reduced=dict.fromkeys(reduced, "sum"),
-        fixed=("g",),
+        fixed=("g", "t") if "t" in annotation.split() else ("g",),
         linear=linear_args(call, *linear),
         localize=localize,
     )
@@ -89,7 +90,35 @@ def combine_weights_backward(call: OpCall) -> Rule:
 def put_into_zeros(call: OpCall) -> Rule:
     """(x, size, start, end, step)"""
     dims = " ".join(names[0] for names in names("d", len(call.operands[0].shape) - 1))
-    return rule(call, f"{dims} _ -> {dims} _", linear=linear_args(call, (0,)))
+    _, size, start, end, step = call.args
+    if not takes_every(size, start, end, step):
+        return rule(call, f"{dims} _ -> {dims} _", linear=linear_args(call, (0,)))
+
+    def localize(local: Local) -> Any:
+        return local.default(arg1=local.result_shape()[-1])
+
+    return rule(
+        call, f"{dims} i -> {dims} (i s)", fixed=("s",), linear=linear_args(call, (0,)), localize=localize
+    )
+
+
+@register(torch.ops.autopar.gated_mm.default)
+def gated_mm(call: OpCall) -> Rule:
+    """(rows, weight, index) -> (rows, rows)"""
+    return _rule(call, "e c h, e t i h, (c g) _ -> e c i, e c i", index=2, reduced="h", linear=[(0,), (1,)])
+
+
+@register(torch.ops.autopar.gated_mm_backward.default)
+def gated_mm_backward(call: OpCall) -> Rule:
+    """(rows, rows, weight, index) -> rows"""
+    return _rule(call, "e c i, e c i, e t i h, (c g) _ -> e c h", index=3, reduced="i", linear=[(0, 1), (2,)])
+
+
+@register(torch.ops.autopar.gated_outer.default)
+def gated_outer(call: OpCall) -> Rule:
+    """(rows, rows, rows, index, experts) -> [E, 2, I, H]"""
+    annotation = "e c i, e c i, e c h, (c g) _ -> e t i h"
+    return _rule(call, annotation, index=3, experts=4, reduced="c", linear=[(0, 1), (2,)])
 
 
 @register(torch.ops.autopar.grouped_mm.default)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.sharding.rule import Dims, Local, OpCall, Rule, make_rule
-from autopar.sharding.rules.common import aten, dim_by_dim, linear_args, names, normalized, without
+from autopar.sharding.rules.common import aten, dim_by_dim, linear_args, names, normalized, takes_every, without
 from autopar.sharding.rules.registry import register
 
 
@@ -161,8 +161,14 @@ def select_backward(call: OpCall) -> Rule:
 
 @register(aten.slice.Tensor)
 def slice_(call: OpCall) -> Rule:
-    """A slice that takes all of its dim leaves it as splittable as the others: its bounds hold for any piece."""
+    """A slice that takes all of its dim leaves it as splittable as the others: its bounds hold for any piece; and so
+    does one that takes every so many-th of it."""
     dim = call.argument(1, "dim", 0) % len(call.operands[0].shape)
+    start, end, step = call.argument(2, "start"), call.argument(3, "end"), call.argument(4, "step", 1)
+    if takes_every(call.operands[0].shape[dim], start or 0, end, step):
+        dims = names("d", len(call.operands[0].shape))
+        every = (*dims[:dim], (*dims[dim], "step"), *dims[dim + 1 :])
+        return make_rule(call, [every], [dims], fixed=["step"], linear=linear_args(call, (0,)))
     unsplit = [dim] if call.operands[0].shape != call.results[0].shape else []
     return dim_by_dim(call, unsplit, linear=linear_args(call, (0,)))
 
