@@ -31,6 +31,7 @@ class Family:
     tp_overlap: bool
     cp_overlap: bool
     dp_overlap: bool
+    backward_prefetch: bool
     p2p: str
     whole_gradients: bool
     owners: bool

@@ -121,6 +121,7 @@ def running_of(row: Row, family: Family) -> Running:
         tp_overlap=tp_overlap,
         cp_overlap=family.cp_overlap,
         dp_overlap=family.dp_overlap or everything,
+        backward_prefetch=family.backward_prefetch,
         p2p="overlapped" if everything else family.p2p,
         whole_gradients=family.whole_gradients,
         owners=family.owners,

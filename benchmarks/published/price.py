@@ -7,6 +7,8 @@ What a framework does otherwise than autopar's runtime is put into the timing of
   they slow down, `Device.overlap_rate`);
 * with data parallelism overlapped, what is gathered first and reduced last in a step hides behind the first forward and
   the last backward, but for that of the last buckets;
+* without prefetching in the backward (FSDP's BACKWARD_POST) compute waits for every gather of parameters there, beside
+  which gradients may still be reduced;
 * without overlap between pipeline stages what travels between them is waited for after every action: what the stage
   sends, beside which it receives, or where messages go one after the other what it receives too; ranks of tp send a
   part each, also where all of them have the whole (Narayanan et al., arXiv:2104.04473, section 4.1), if a framework
@@ -78,7 +80,8 @@ DATA_STREAMS = (DATA_AXIS, REPLICATE_AXIS)
 class Running:
     """What a framework does: ``compiled`` kernels, Megatron's ``sequence_parallel`` (and whether what it
     gathers is ``gathered_again`` in the backward instead of kept), and whether collectives over tp,
-    over cp, and those of data parallelism at the ends of a step are overlapped; whether what travels between pipeline
+    over cp, and those of data parallelism at the ends of a step are overlapped, and gathers of parameters in the
+    backward (``backward_prefetch``); whether what travels between pipeline
     stages is ("p2p": "overlapped", "waited for", or "in turn"), and whether ranks of tp send ``whole_gradients`` back;
     whether parameters have ``owners``; whether products add up gradients (``fused_accumulation``); a
     ``fused_optimizer``; and, where kernels are not ``compiled``, a ``fused_loss``."""
@@ -95,6 +98,7 @@ class Running:
     fused_optimizer: bool
     fused_loss: bool = False
     whole_gradients: bool = False
+    backward_prefetch: bool = True
 
 
 @dataclass(frozen=True)
@@ -210,11 +214,28 @@ def as_run(timing: Timing, running: Running, c: Configuration) -> Timing:
                 programs[place] = _hidden(programs[place], hidden * c.chunks, slowed)
         for place in dict.fromkeys(timing.actions.get("B", ())):  # hybrid ZeRO reduces across its groups block by block
             programs[place] = _hidden(programs[place], _compute(programs[place]), slowed, (REPLICATE_AXIS,))
+    if not running.backward_prefetch:
+        for place in dict.fromkeys(timing.actions.get("B", ())):
+            programs[place] = _gathered_after(programs[place])
     parts = 1 if running.sequence_parallel else c.tp
     up = tuple(seconds / parts for seconds in timing.up)
     down = timing.down if running.whole_gradients else tuple(seconds / parts for seconds in timing.down)
     timing = replace(timing, programs=tuple(programs), up=up, down=down)
     return timing if running.p2p == "overlapped" or c.pp == 1 else _waiting(timing, running.p2p == "in turn")
+
+
+def _gathered_after(program: Program) -> Program:
+    """A program that waits for every gather of parameters."""
+
+    def waited_for(task: Task) -> bool:
+        return task.stream in DATA_STREAMS and task.kind == "all_gather"
+
+    seconds = sum(r.count * t.seconds for r in program for t in r.tasks if waited_for(t))
+    if not seconds:
+        return program
+    gather = Task(DATA_AXIS, seconds, kind="all_gather")
+    rest = _scaled(program, lambda task: float(not waited_for(task)))
+    return (Repeated(1, (gather, Task(COMPUTE, 0.0, after=(1,)))), *rest)
 
 
 def _with_owners(timing: Timing, latencies: float) -> Timing:
