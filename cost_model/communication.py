@@ -16,8 +16,9 @@ host exchanges it within. Long messages are pipelined in chunks, so the slower p
 Published all-reduces bear that out: on two hosts of H100 with 8 x 200 Gb/s a flat ring would be bound to a bus
 bandwidth of 200 GB/s, two levels to 375, and 339 was measured. Between hosts an all-reduce takes 2 log2(H) steps,
 since NCCL takes a double binary tree for short messages (NVIDIA developer blog, "Massively scale your deep learning
-training with NCCL 2.4", 2019); the others are rings. That the latency of an all-to-all grows by one step a host is an
-assumption without data.
+training with NCCL 2.4", 2019); gathers and reduce-scatters are rings, of one step a host. The messages of an all-to-all
+are all on their way at once, in one step: as many bytes a rank take 192 us over 128 ranks and 194 us over 256
+(deepseek-ai/DeepEP, docs/legacy.md, low-latency dispatch).
 
 A pipeline also has to fill. Sending V seconds' worth in k chunks over s hops of latency r takes (k + s)(r + V/k), at
 the best k (sqrt(s r) + sqrt(V))^2 = V + s r + 2 sqrt(s r V); the last term, with f = s r within a host and g between
@@ -63,8 +64,7 @@ FORMULAS: dict[str, sympy.Expr] = {
     "reduce_scatter": _GATHER,
     "all_reduce": Max(_filled(_REDUCED_WITHIN, _f), _filled(2 * _BETWEEN, _g))
     + _t0 + 2 * (_L - 1) * _a + 2 * log(_H, 2) * _c,
-    "all_to_all": Max(_filled(_EXCHANGED_WITHIN, _f), _filled(_EXCHANGED_BETWEEN, _g))
-    + _t0 + (_L - 1) * _a + (_H - 1) * _c,
+    "all_to_all": Max(_filled(_EXCHANGED_WITHIN, _f), _filled(_EXCHANGED_BETWEEN, _g)) + _t0 + (_L - 1) * _a + _c,
     "p2p": _t0 + Piecewise((_filled(_X / _b, _g) + _c, _H > 1), (_filled(_X / _B, _f) + _a, True)),
 }
 """Seconds of each collective, over ``SYMBOLS``."""
