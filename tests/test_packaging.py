@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {"autopar": "autopar", "passes": "autopar.passes", "cost_model": "autopar.cost_model"}
-DATA = {".toml", ".csv"}
+DATA = {".toml", ".csv", ".css", ".js"}
 
 
 def source_files(*suffixes: str) -> list[Path]:

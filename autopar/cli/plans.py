@@ -15,7 +15,7 @@ import autopar
 from autopar.arguments import check_sizes
 from autopar.cli.models import Model, make_model
 from autopar.cli.output import Json, note, reporting, show
-from autopar.cli.reading import PlanFile, load_plan
+from autopar.cli.reading import Html, PlanFile, load_plan
 from autopar.cluster import Cluster
 from autopar.errors import CommandError
 from autopar.hints import Hints, check_hints
@@ -81,22 +81,38 @@ def plan(
     search_seconds: SearchSeconds = None,
     hints: HintsFile = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan as JSON.")] = None,
+    html: Html = None,
+    what_if: Annotated[
+        bool | None,
+        typer.Option(
+            "--what-if/--no-what-if",
+            help="Search again with links half as fast, twice the batch, twice the sequence, and a fifth more memory: "
+            "takes as long as the search each time. Default: with --html.",
+        ),
+    ] = None,
     timeline: Annotated[Path | None, typer.Option(help="Write a simulated step, for ui.perfetto.dev.")] = None,
     as_json: Json = False,
 ) -> None:
     """Decide how to split a model over a cluster; needs no GPU and no weights.
 
-    Prints the report, with --json the plan as -o writes it.
+    Prints the report, with --json the plan as -o writes it. What -o and --html
+    write is there before --what-if searches again, and then written once more.
 
     \b
     autopar plan llama-3-8b/ --cluster h100-sxm:8x8 --batch 1024 --seq 8192 --dtype bfloat16 -o plan.json
-    autopar plan my_models:tiny --cluster cluster.toml --hints hints.yaml
+    autopar plan my_models:tiny --cluster cluster.toml --hints hints.yaml --html report.html
     """
     workload = Workload(global_batch=batch, seq_len=seq, optimizer=optimizer, param_dtype=dtype)
-    found = _find(model, cluster, workload, hints, search_seconds, compile)
+    module, found = _find(model, cluster, workload, hints, search_seconds, compile)
+    _keep(found, output, html)
+    if what_if or (what_if is None and html is not None):
+        found = found.what_if()
+        _keep(found, output, html)
+    del module  # which had to live until here, to be searched again
     if output is not None:
-        found.save(output)
         note(f"the plan is in {output}")
+    if html is not None:
+        note(f"the report is in {html}")
     if timeline is not None:
         found.timeline(timeline)
         note(f"a step is in {timeline}, for ui.perfetto.dev")
@@ -122,7 +138,7 @@ def estimate(
     autopar estimate llama-3-8b/ --cluster h100-sxm:8x8 --batch 1024 --seq 8192 --dtype bfloat16
     """
     workload = Workload(global_batch=batch, seq_len=seq, optimizer=optimizer, param_dtype=dtype)
-    found = _find(model, cluster, workload, hints, search_seconds, compile)
+    _, found = _find(model, cluster, workload, hints, search_seconds, compile)
     chosen = Alternative(
         found.degrees,
         found.zero,
@@ -175,14 +191,14 @@ def verify(
 
 def _find(
     name: str, cluster: str, workload: Workload, hints: Path | None, search_seconds: float | None, compile: bool
-) -> Plan:
-    """The plan of the model called ``name``."""
+) -> tuple[nn.Module, Plan]:
+    """The model called ``name``, and its plan."""
     where = Cluster.load(cluster) if cluster.endswith(".toml") or Path(cluster).is_file() else Cluster.parse(cluster)
     if hints is not None:
         load_hints(hints)  # says what is wrong in the file before the model, which may take long, is made
     model, inputs = make_model(name, masters=workload.param_dtype is not None)
     asked = Hints() if hints is None else _hints_for(hints, model, where, workload)
-    return autopar.plan(
+    found = autopar.plan(
         model,
         where,
         workload=workload,
@@ -191,6 +207,15 @@ def _find(
         search_seconds=search_seconds,
         compile=compile,
     )
+    return model, found
+
+
+def _keep(plan: Plan, output: Path | None, html: Path | None) -> None:
+    """Write what is asked for."""
+    if output is not None:
+        plan.save(output)
+    if html is not None:
+        plan.save_html(html)
 
 
 def _hints_for(path: Path, model: nn.Module, cluster: Cluster, workload: Workload) -> Hints:

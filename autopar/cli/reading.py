@@ -12,6 +12,7 @@ from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.report.simulated import simulated_step
 
+Html = Annotated[Path | None, typer.Option(help="Write the report as one HTML page, which needs no network.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that autopar plan -o wrote.")]
 
 
@@ -25,13 +26,16 @@ def load_plan(path: Path) -> Plan:
 
 
 @reporting
-def report(plan: PlanFile, as_json: Json = False) -> None:
+def report(plan: PlanFile, html: Html = None, as_json: Json = False) -> None:
     """What a plan chose, why, what it costs and what came second; with --json the plan itself.
 
     \b
-    autopar report plan.json
+    autopar report plan.json --html report.html
     """
     found = load_plan(plan)
+    if html is not None:
+        found.save_html(html)
+        note(f"the report is in {html}")
     show(as_json, found.report(), found.to_dict())
 
 

@@ -48,7 +48,7 @@ def what_if(plan: Plan, search_seconds: float | None = None) -> Plan:
     """``plan`` with all answers. PlanError if its model is not known any more; a question without a plan is answered by
     the error."""
     model, question, answer = recall(plan)
-    asked = list(_questions(question))
+    asked = list(questions(question))
     found = []
     with progress() as line:
         for i, (text, work, other) in enumerate(asked):
@@ -82,7 +82,7 @@ def decision_text(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def _questions(question: Question) -> Iterator[tuple[str, float, Question]]:
+def questions(question: Question) -> Iterator[tuple[str, float, Question]]:
     """The questions in words, how many times the work they ask for, and as they are answered. The sequence is only
     asked for where it is known."""
     yield "links half as fast", 1, replace(question, cluster=_slower(question.cluster))

@@ -19,6 +19,8 @@ EXPOSED = "exposed communication"
 
 #: The colour of each part.
 KINDS = {"compute": "forward", EXPOSED: "exposed", "bubble": "bubble", "optimizer": "optimizer"}
+#: Those of exposed communication, of the axis that is waited for most first.
+_EXPOSED = ("exposed", "exposed-second", "exposed-third", "exposed-fourth")
 _WORDS = {
     "compute": "kernels, what is made again among them",
     "bubble": "waiting for other ranks of the pipeline",
@@ -73,8 +75,9 @@ def parts_of(plan: Plan) -> list[tuple[str, str, float, str]]:
     for what, seconds in plan.breakdown.items():
         axes = exposed_by_axis(plan) if what == EXPOSED else {}
         if axes:
-            for axis, part in sorted(axes.items(), key=lambda pair: -pair[1]):
-                colour = f"exposed-{axis}" if axis in ("dp", "cp", "pp") else "exposed"
+            ordered = sorted(axes.items(), key=lambda pair: -pair[1])
+            for i, (axis, part) in enumerate(ordered):
+                colour = _EXPOSED[min(i, len(_EXPOSED) - 1)]
                 found.append((f"exposed, {axis}", colour, part, f"communication over {axis} that nothing hides"))
         else:
             words = _WORDS.get(what, "communication that nothing hides")

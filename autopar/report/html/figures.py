@@ -21,6 +21,8 @@ def work_of(plan: Plan) -> tuple[int, str]:
     workload = Workload.from_dict(plan.workload)
     if workload.global_batch is None:
         return 0, "samples"
+    if plan.prefill is not None:  # a token more of every sample
+        return workload.global_batch, "tokens"
     if workload.seq_len is None:
         return workload.global_batch, "samples"
     return workload.global_batch * workload.seq_len, "tokens"

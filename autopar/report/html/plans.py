@@ -74,10 +74,9 @@ def what_ifs(plan: Plan) -> Markup:
     """The questions that were asked with what would be decided, or how to ask them."""
     title = "What would change the decision"
     if not plan.what_ifs:
-        lead = (
-            "Not asked for this plan. `autopar plan ... --what-if -o plan.json` asks, and so does `plan.what_if()` in "
-            "the process that made the plan; both search again for each question."
-        )
+        asking = [tag("code", text) for text in ("autopar plan ... --what-if", "plan.what_if()")]
+        lead = ["Not asked for this plan: ", asking[0], " does, and ", asking[1], " in the process that made the plan. "
+                "Both search again for each question."]  # fmt: skip
         return section("what-if", title, lead)
     lead = f"Each question was searched anew. Now: {decision_text(plan)}."
     return section("what-if", title, lead, tag("div", [_what_if(plan, w) for w in plan.what_ifs], class_="cards"))
