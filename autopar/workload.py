@@ -15,6 +15,8 @@ from autopar.errors import WorkloadError
 
 #: What parameters may be used in, and what gradients may be reduced in; the keys are the texts of a workload.
 PARAM_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+#: What is run.
+MODES = ("train", "infer")
 REDUCE_DTYPES = {**PARAM_DTYPES, "float64": torch.float64}
 
 
@@ -29,11 +31,13 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One training step. ``global_batch`` is in sequences over all ranks, ``seq_len`` in tokens; None takes what the
-    example inputs or the model's config say.
+    """One training step, or with ``mode`` "infer" a step of a generation (of what is no decoder: a forward).
+    ``global_batch`` is in sequences over all ranks, ``seq_len`` in tokens, of a generation those of prompt and answer;
+    None takes what the example inputs or the model's config say.
 
     ``optimizer`` is one of adamw, sgd, sgd_momentum, adafactor, muon, adamw_8bit and none (no training state at all),
-    or the bytes of state that any other keeps for every element of a parameter, such as "6 bytes". ``pad_to`` are the
+    or the bytes of state that any other keeps for every element of a parameter, such as "6 bytes"; to infer takes none.
+    ``pad_to`` are the
     lengths, in tokens, to which batches of a transformers text model are padded before they run, each to the next: one
     program a bucket instead of one a length; kept as a sorted tuple.
 
@@ -53,6 +57,7 @@ class Workload:
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     expert_imbalance: float = 1.0
+    mode: str = "train"
 
     def __post_init__(self) -> None:
         self._check_buckets()
@@ -83,6 +88,19 @@ class Workload:
                 change="give for instance expert_imbalance=1.3, or leave it out",
             )
         check_optimizer(self.optimizer)
+        self._check_mode()
+
+    def _check_mode(self) -> None:
+        """WorkloadError for a mode that is not known; without training no optimizer keeps anything."""
+        if self.mode not in MODES:
+            raise WorkloadError(
+                f"A workload cannot have mode={self.mode!r}.",
+                found=repr(self.mode),
+                expected=f"one of {', '.join(MODES)}",
+                change=nearest(str(self.mode), MODES),
+            )
+        if self.mode == "infer":
+            object.__setattr__(self, "optimizer", "none")
 
     def _check_buckets(self) -> None:
         """Sort ``pad_to``; WorkloadError unless it is None or some lengths."""
@@ -112,6 +130,8 @@ class Workload:
         table = asdict(self)
         if self.expert_imbalance == 1.0:
             del table["expert_imbalance"]
+        if self.mode == "train":
+            del table["mode"]
         return table if self.pad_to is None else {**table, "pad_to": list(self.pad_to)}
 
     @classmethod

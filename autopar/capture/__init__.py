@@ -19,10 +19,12 @@ from autopar._compat import (
     PlainAOTInput,
     PlainAOTOutput,
     TangentAOTInput,
+    pytree,
 )
 from autopar.capture.blocks import label
 from autopar.capture.gradients import cast_gradients
 from autopar.capture.graph import Buffer, Captured, Output, Parameter, spec_of
+from autopar.capture.hf_cache import kept
 from autopar.capture.normalize import aten, drop_assertions, normalize, place_before_use, repeat_in_backward
 from autopar.capture.random import refuse_random
 from autopar.capture.repeats import Differs, Repeat, mark_repeats
@@ -47,13 +49,15 @@ def capture(
     training: bool | None = None,
     whole: bool = False,
     precision: Precision | None = None,
+    gradients: bool = True,
 ) -> Captured:
     """Trace ``model(*args, **kwargs)`` forward and backward to one graph in normal form.
 
     The model is not changed and its weights are not touched; only shapes and dtypes of the batch matter (meta tensors
     are fine). Of blocks that are alike a few are traced and copied; ``whole`` traces them all, with the same graph as
-    the result. With ``precision`` parameters and inputs of floating point are used in its dtype. Raises CaptureError,
-    naming module, operator and source line, and InputError for an empty batch.
+    the result. With ``precision`` parameters and inputs of floating point are used in its dtype. Without ``gradients``
+    the graph has no backward. Raises CaptureError, naming module, operator and source line, and InputError for an empty
+    batch.
     """
     kwargs = dict(kwargs or {})
     repeats: list[Repeat] = []
@@ -67,13 +71,14 @@ def capture(
                 training=training,
                 prepare=lambda clone: repeats.extend(mark_repeats(clone)),
                 param_dtype=param_dtype,
+                gradients=gradients,
             )
             return _with_masters(_read(traced, repeats, precision), model, precision)
         except (Differs, CaptureError) as error:
             if not repeats:
                 raise
             _log.debug("%s is traced whole: %s", type(model).__name__, error)
-    traced = trace(model, args, kwargs, training=training, param_dtype=param_dtype)
+    traced = trace(model, args, kwargs, training=training, param_dtype=param_dtype, gradients=gradients)
     return _with_masters(_read(traced, (), precision), model, precision)
 
 
@@ -115,6 +120,8 @@ def _read(traced: Traced, repeats: Sequence[Repeat], precision: Precision | None
     parameters, blocks = put_copies(graph, repeats, parameters, buffers)
     mark_by_expert(graph)
     outputs = _outputs(graph, inputs)
+    caches = tuple(kept(_filled_in(traced.input_spec, traced.input_constants, inputs["plain"])))
+    outputs, constants_out = _with_caches(traced, outputs, bool(caches), graph)
     seed = next((b for b in inputs["buffers"] if b.name == SEED and b.placeholder.users), None)
     return Captured(
         LazyGraphModule(nn.Module(), graph),  # the text of a deep model's graph takes long, and is rarely asked for
@@ -124,10 +131,34 @@ def _read(traced: Traced, repeats: Sequence[Repeat], precision: Precision | None
         traced.input_spec,
         outputs,
         traced.output_spec,
-        traced.output_constants,
+        constants_out,
         seed.placeholder if seed else None,
         blocks,
+        caches,
     )
+
+
+def _filled_in(spec: pytree.TreeSpec, constants: Mapping[int, Any], tensors: Sequence[Any]) -> Any:
+    """The structure of ``spec`` with ``constants`` by place and ``tensors`` in the other places."""
+    others = iter(tensors)
+    leaves = [constants[i] if i in constants else next(others) for i in range(spec.num_leaves)]
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _with_caches(
+    traced: Traced, outputs: tuple[Output, ...], written: bool, graph: fx.Graph
+) -> tuple[tuple[Output, ...], tuple[tuple[int, Any], ...]]:
+    """``outputs`` with those marked that are keys and values of a cache, and the constants beside them. What is
+    ``written`` over a cache that the graph is given is no output, and None in the place of one."""
+    constants, count = dict(traced.output_constants), traced.output_spec.num_leaves
+    places = dict(zip((i for i in range(count) if i not in constants), outputs, strict=False))
+    caches = {o.node for o in kept(pytree.tree_unflatten([places.get(i) for i in range(count)], traced.output_spec))}
+    if not written:
+        return tuple(replace(o, cached=o.node in caches) for o in outputs), traced.output_constants
+    left = tuple(o for o in outputs if o.node not in caches)
+    graph.output_node().args = (tuple(o.node for o in left),)
+    nothing = {i: None for i, o in places.items() if o.node in caches}
+    return left, tuple(sorted({**constants, **nothing}.items()))
 
 
 def _lift_constants(module: fx.GraphModule) -> list[Buffer]:
@@ -291,6 +322,4 @@ def _outputs(graph: fx.Graph, inputs: dict[str, Any]) -> tuple[Output, ...]:
 
 def batch_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensor leaves of a batch, in the order of `Captured.inputs`."""
-    from autopar._compat import pytree
-
     return [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]

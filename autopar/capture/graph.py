@@ -66,11 +66,13 @@ class Buffer:
 @dataclass(frozen=True)
 class Output:
     """A tensor that the model returns, or with ``buffer`` the new value of a buffer that its forward changes.
-    ``tangent`` is its gradient's placeholder, None where no gradient is taken."""
+    ``tangent`` is its gradient's placeholder, None where no gradient is taken; ``cached`` are the keys or values of a
+    cache (`hf_cache`)."""
 
     node: fx.Node
     tangent: fx.Node | None = None
     buffer: str | None = None
+    cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Captured:
     structure with those leaves; ``outputs`` are the tensor leaves of what the model returns, followed by the new values
     of buffers; ``output_spec`` is the structure of what it returns, ``output_constants`` its other leaves by position.
     ``seed`` is the placeholder of the dropout seed (int64 [2]: seed and step), None if no random numbers are drawn.
+    ``caches`` are those of the inputs that are keys and values of a cache.
     """
 
     module: fx.GraphModule
@@ -102,6 +105,7 @@ class Captured:
     output_constants: tuple[tuple[int, Any], ...]
     seed: fx.Node | None
     blocks: tuple[BlockClass, ...]
+    caches: tuple[fx.Node, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

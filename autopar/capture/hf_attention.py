@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.capture.hf_cache import CACHED
 from autopar.errors import CaptureError
 from autopar.ops.attention import attention
 from autopar.ops.draws import active_draws
@@ -142,6 +143,13 @@ def attention_forward(
 
     ``position_bias`` [B or 1, H, S, T] is added to the scores and may be learned; ``s_aux`` [H] are the sinks of heads.
     """
+    if attention_mask is None and hasattr(key, CACHED):
+        raise CaptureError(
+            f"{type(module).__name__} attends keys of a cache without a mask",
+            expected="a mask that hides the keys that are not written yet",
+            found="attention_mask=None",
+            change="generate with the model itself: its cache cannot be split",
+        )
     if is_causal is None:
         # without a mask, written-out attention is never causal
         is_causal = not like_eager and getattr(module, "is_causal", True)

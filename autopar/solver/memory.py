@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.sharding.assignment import Assignment, zero_ranks
+from autopar.sharding.operators import Value
 from autopar.sharding.recompute import Kept
 from autopar.sharding.zero import Keeping
 from autopar.solver.costs import state_bytes
@@ -14,7 +15,8 @@ from autopar.solver.setting import Setting
 def memory_of(
     setting: Setting, assignment: Assignment, held: Kept, keep: Mapping[str, Keeping], micro_batches: int
 ) -> dict[str, int]:
-    """Bytes a device by kind; ``copies`` are those of parameters that live longer than one use."""
+    """Bytes a device by kind; ``copies`` are those of parameters that live longer than one use, ``cache`` the keys and
+    values that a generation keeps."""
     optimizer = setting.optimizer
     totals: dict[str, float] = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0}
     copies = 0
@@ -27,6 +29,9 @@ def memory_of(
             copies += local * ranks * p.spec.dtype.itemsize
         if keep[p.name].gradient == "step" and micro_batches > 1 and p.gradient is not None and optimizer != "none":
             totals["gradients"] += local * (ranks - 1) * p.gradient.meta["val"].dtype.itemsize
+    if setting.captured.caches:
+        rest = [(assignment.sources[node], setting.operators.specs[Value(node)]) for node in setting.captured.caches]
+        totals["cache"] = sum(layout.local_bytes(assignment.mesh, spec) for layout, spec in rest)
     if copies:
         totals["copies"] = copies
     operators = setting.operators

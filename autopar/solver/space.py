@@ -19,12 +19,13 @@ from torch import fx
 from autopar.capture.graph import Captured
 from autopar.sharding.assignment import AliasKey, Assignment
 from autopar.sharding.axes import SPREAD_AXES, degree
+from autopar.sharding.cached import cached_layout
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value, value_of
 from autopar.sharding.rule import Strategy, layouts
 from autopar.solver.alike import alike
-from autopar.solver.operator_options import OperatorOptions
 from autopar.solver.constraints import constrained
+from autopar.solver.operator_options import OperatorOptions
 from autopar.solver.pins import Pins
 from autopar.solver.program import Ints
 from autopar.solver.tensor_options import TensorOptions
@@ -151,12 +152,15 @@ class SpaceBuilder:
         for node in self.captured.graph.find_nodes(op="placeholder"):
             spec = self.operators.specs[Value(node)]
             whole = Layout.replicated(len(spec.shape))
-            self.space.of_source[node] = (fixed, [self.pins.inputs.get(node, whole)])
+            rests = cached_layout(self.mesh, spec.shape) if node in self.captured.caches else whole
+            self.space.of_source[node] = (fixed, [self.pins.inputs.get(node, rests)])
         for output in self.captured.outputs:
             value = value_of(output.node)
             options = self.of_tensors.shared(value)
             if output.buffer is not None:  # it rests whole on every rank
                 options = [Layout.replicated(len(self.operators.specs[value].shape))]
+            if output.cached:
+                options = [cached_layout(self.mesh, self.operators.specs[value].shape)]
             d = self.space.new(f"output {output.node.name}", [True] * len(options))
             self.space.of_sink.append((d, options))
             if output.tangent is not None:
@@ -199,6 +203,12 @@ class SpaceBuilder:
         label = f"{op.node.meta['module']} {op.node.name}"
         allowed = self._open([self.of_operators.may_run(op, s) for s in every])
         self.space.of_node[op.node] = (self.space.new(label, allowed), every)
+
+    def _in_place(self, op: Operator, every: list[Strategy]) -> tuple[int, list[Strategy]]:
+        """What writes over a tensor that the graph is given takes that as it lies."""
+        d, offered = self.space.of_source[op.operands[0].node]
+        by_layout = {layouts(op.rule, s, self.mesh)[0][0]: s for s in every if all(c.linear is None for c in s)}
+        return d, [by_layout[layout] for layout in offered]
 
     def _exchanges(self, op: Operator) -> bool:
         """Whether an operator has both tokens and rows where experts may be spread over axes of the tokens: it comes

@@ -82,7 +82,8 @@ class _Recorder:
         """Run an operator; its results are tensors on the meta device."""
         args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs))
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        result = args[0] if target is WAIT else target(*args, **kwargs)
+        in_place = target is WAIT or target is torch.ops.autopar.cache_write.default
+        result = args[0] if in_place else target(*args, **kwargs)
         self.alive.append(result)  # ids and storages must not be taken by others
         found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if given and all(any(t is c for c in self.constants) for t in given):

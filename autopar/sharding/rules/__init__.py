@@ -2,9 +2,10 @@
 
 from autopar.sharding.rules import (  # noqa: F401  importing a family registers its rules
     attention,
+    cache,
     complex,
-    convolution,
     constrain,
+    convolution,
     experts,
     factory,
     group_norm,
