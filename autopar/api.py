@@ -22,6 +22,8 @@ from autopar.arguments import (
     one_batch,
     refuse_optimizers,
 )
+from autopar.capture.hf import recomputes
+from autopar.capture.hf_adapters import core
 from autopar.cluster import Cluster
 from autopar.errors import HintError, InfeasibleError, InputError
 from autopar.hints import Hints, check_hints
@@ -60,7 +62,8 @@ def plan(
     ``example_inputs``: batch and sequence come from ``workload``, else from the model's config. Other modules need one
     batch, as a dict of keyword arguments, a tuple of positional ones, or a tensor; meta tensors are enough. With
     ``compile`` chains of elementwise operators are priced as Inductor's kernels, for a run with ``compile=True``. After
-    ``search_seconds`` of solving, the best plan so far is taken; its ``gap`` says how far from the best it can be.
+    ``search_seconds`` of solving, the best plan so far is taken; its ``gap`` says how far from the best it can be. A
+    transformers model that is set to gradient checkpointing asks for ``Hints(recompute="full")``.
     Raises ClusterError, WorkloadError, HintError, CaptureError, InfeasibleError.
     """
     check_arguments(model, cluster=cluster, workload=workload, hints=hints)
@@ -69,7 +72,12 @@ def plan(
     check_hints(hints, cluster.size, shapes)
     workload, args, kwargs = one_batch(model, workload or Workload(), example_inputs, cluster.size)
     check_sizes(hints, workload)
-    captured = capture_batch(model, args, kwargs, precision=workload.precision)
+    trains = workload.mode == "train"
+    if trains and hints.recompute is None and recomputes(core(model)):
+        hints = replace(hints, recompute="full")
+    captured = capture_batch(
+        model, args, kwargs, None if trains else False, precision=workload.precision, gradients=trains
+    )
 
     def find(hints: Hints) -> Plan:
         return search(model, captured, cluster, workload, hints, compile, search_seconds)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
 from autopar.capture.hf import default_seq_len, example_batch, is_transformers_model
@@ -30,6 +29,7 @@ from autopar.errors import (
 )
 from autopar.hints import Hints
 from autopar.plan import Plan
+from autopar.refusals import refuse_changed
 from autopar.schedule import SCHEDULES, SIMULATED_SCHEDULES
 from autopar.solver.search import structure_hash
 from autopar.workload import Workload
@@ -50,7 +50,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], type[AutoparError], str]] = {
 
 
 def check_arguments(model: nn.Module, **arguments: object) -> None:
-    """Arguments of the wrong type, and a model that is parallel already, each by its own error."""
+    """Arguments of the wrong type, and a model that something else has changed, each by its own error."""
     for name, value in arguments.items():
         kinds, error, change = _KINDS[name]
         if value is not None and not isinstance(value, kinds):
@@ -60,13 +60,7 @@ def check_arguments(model: nn.Module, **arguments: object) -> None:
                 found=f"{type(value).__name__}: {value!r}"[:200],
                 change=change,
             )
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        raise PlanError(
-            f"{type(model).__name__} is parallel already",
-            expected="a model with ordinary parameters",
-            found="DTensor parameters",
-            change="pass the original model",
-        )
+    refuse_changed(model)
 
 
 def check_inputs(inputs: object) -> None:

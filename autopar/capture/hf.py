@@ -29,8 +29,9 @@ def prepare(model: nn.Module) -> None:
     Gradient checkpointing inside the model would be traced into the graph and draw other dropout masks the second time;
     what is recomputed is the plan's decision.
     """
-    if getattr(model, "is_gradient_checkpointing", False):
-        model.gradient_checkpointing_disable()  # type: ignore[operator]
+    if recomputes(model):
+        name = "activation_checkpointing_disable"
+        getattr(model, name if hasattr(model, name) else "gradient_checkpointing_disable")()
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "use_cache"):
@@ -38,6 +39,13 @@ def prepare(model: nn.Module) -> None:
     hf_attention.select(model)
     hf_experts.select(model)
     hf_loss.select(model)
+
+
+def recomputes(model: nn.Module) -> bool:
+    """Whether a transformers model is set to recompute activations by itself, by either of the names that it has had
+    for that."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return is_transformers_model(model) and bool(next((getattr(model, n) for n in names if hasattr(model, n)), False))
 
 
 def may_pack(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
