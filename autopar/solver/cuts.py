@@ -114,18 +114,21 @@ def _moved(cut: Ints, giver: int, taker: int) -> Ints:
 
 @dataclass(frozen=True)
 class Units:
-    """A row of units: ``seconds`` of a micro-batch, bytes that ``rest`` on a rank, and that a micro-batch ``saves``."""
+    """A row of units: ``seconds`` of a micro-batch, bytes that ``rest`` on a rank, that a micro-batch ``saves``, and
+    how many ``more`` it keeps while its backward of weights is put off."""
 
     seconds: Floats
     rest: Floats
     saves: Floats
+    more: Floats
 
 
-def best_cuts(units: Units, ranks: Sequence[int], held: Floats, budget: float) -> Ints:
+def best_cuts(units: Units, ranks: Sequence[int], held: Floats, late: Floats, budget: float) -> Ints:
     """The first unit of every stage, so that the `load` is least.
 
-    ``ranks`` has the rank of every stage, ``held`` by rank how many micro-batches of its stages it holds at once; no
-    rank keeps more than ``budget`` bytes if that is possible at all, else bytes do not count. A fair cut that fits and
+    ``ranks`` has the rank of every stage, ``held`` how many micro-batches of it are saved at once, and ``late`` for how
+    many of them the backward of weights is put off (`estimate.held_by_stage`); no rank keeps more than ``budget`` bytes
+    if that is possible at all, else bytes do not count. A fair cut that fits and
     leaves next to nothing to gain is taken; others are found by CP-SAT: cuts are whole numbers, and what lies between
     two of them a difference of prefix sums.
     """
@@ -134,20 +137,22 @@ def best_cuts(units: Units, ranks: Sequence[int], held: Floats, budget: float) -
         return load(np.add.reduceat(units.seconds, cut), ranks)
 
     def keeps(cut: Ints) -> bool:
-        rest, saves = (np.bincount(ranks, np.add.reduceat(x, cut)) for x in (units.rest, units.saves))
-        return bool((rest + held * saves <= budget).all())
+        rest, saves, more = (np.add.reduceat(x, cut) for x in (units.rest, units.saves, units.more))
+        return bool((np.bincount(ranks, rest + held * saves + late * more) <= budget).all())
 
     fair = fair_cuts(units.seconds, ranks)
     fits = keeps(fair)
     if fits and of(fair) <= units.seconds.sum() / (max(ranks) + 1) * (1 + NEAR):
         return fair
-    found = _solved(units, ranks, held, budget, fair)
+    found = _solved(units, ranks, held, late, budget, fair)
     if found is None and not fits:
-        found = _solved(units, ranks, held, float("inf"), fair)
+        found = _solved(units, ranks, held, late, float("inf"), fair)
     return fair if found is None or (fits and of(fair) <= of(found)) else found
 
 
-def _solved(units: Units, ranks: Sequence[int], held: Floats, budget: float, hint: Ints) -> Ints | None:
+def _solved(
+    units: Units, ranks: Sequence[int], held: Floats, late: Floats, budget: float, hint: Ints
+) -> Ints | None:
     model, n, count = cp_model.CpModel(), len(units.seconds), len(ranks)
     cuts = [model.new_int_var(s, n - (count - s), f"cut {s}") for s in range(count + 1)]
     model.add(cuts[0] == 0)
@@ -180,10 +185,9 @@ def _solved(units: Units, ranks: Sequence[int], held: Floats, budget: float, hin
     if np.isfinite(budget):
         scale = SCALE / budget
         rest, saves = between(units.rest, scale), between(units.saves, scale)
-        for rank, stages in enumerate(own):
-            # in hundredths of a micro-batch: interleaved schedules hold fractions
-            times = int(np.ceil(100 * held[rank]))
-            model.add(sum(100 * rest[s] + times * saves[s] for s in stages) <= 100 * SCALE)
+        more = between(units.more, scale) if late.any() and units.more.any() else [0] * count
+        for stages in own:
+            model.add(sum(rest[s] + int(held[s]) * saves[s] + int(late[s]) * more[s] for s in stages) <= SCALE)
     worth = most[0] + sum(most[2:]) if rows else 2 * most[0]
     model.minimize(worth + 2 * TIE * (most[1] - least if rows else most[1]))
     solver = cp_model.CpSolver()

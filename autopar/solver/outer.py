@@ -83,7 +83,7 @@ class Frame:
         shard = {pattern: {a: d for a, d in dims.items() if a not in STATE_AXES}
                  for pattern, dims in (self.hints.shard or {}).items()}  # fmt: skip
         pins = hint_pins(self.setting.captured, Hints(shard={pattern: dims for pattern, dims in shard.items() if dims}))
-        return replace(pins, attention=self.hints.attention, experts=self.hints.ep)
+        return replace(pins, attention=self.hints.attention, experts=self.hints.ep, dispatch=self.hints.dispatch)
 
     @property
     def cluster(self) -> Cluster:
@@ -95,6 +95,8 @@ class Frame:
         """Ways to recompute that the hints allow."""
         if self.hints.recompute is not None:
             return (self.hints.recompute,)
+        if all(p.gradient is None for p in self.setting.captured.parameters):
+            return RECOMPUTE[:1]
         return RECOMPUTE if forward_blocks(self.setting.operators) else RECOMPUTE[:2]
 
 
@@ -255,10 +257,10 @@ class Solver:
 
     def run(self, every: Sequence[Estimate]) -> None:
         """Solve the best candidates of the best degrees, then more of the degrees that turned out best, and there at
-        last ZeRO parameter by parameter."""
-        done: set[Degrees] = set()
+        last ZeRO parameter by parameter. Only what is estimated to fit counts: the fastest of all often do not."""
+        fitting, done = [e for e in every if e.memory <= self.frame.budget], set[Degrees]()
         for _ in range(DEGREES_SOLVED):
-            rest = sorted((e for e in every if e.candidate.degrees not in done), key=self._corrected)
+            rest = sorted((e for e in fitting if e.candidate.degrees not in done), key=self._corrected)
             if not rest or self._late() or not self._worth(rest[0]):
                 break
             degrees = rest[0].candidate.degrees
@@ -267,8 +269,8 @@ class Solver:
         if not self.found:
             return
         degrees = self.best().candidate.degrees
-        group = sorted((e for e in every if e.candidate.degrees == degrees), key=self._corrected)
-        untried = [e for e in group if (e.candidate, e.recompute) not in self.tried and e.memory <= self.frame.budget]
+        group = sorted((e for e in fitting if e.candidate.degrees == degrees), key=self._corrected)
+        untried = [e for e in group if (e.candidate, e.recompute) not in self.tried]
         for e in untried[:VARIANTS_SOLVED]:
             if not self._late() and self._worth(e):
                 self.solve(e)

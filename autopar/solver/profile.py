@@ -20,7 +20,7 @@ import numpy as np
 from autopar.sharding.assignment import Transfer, transfers, used_axes
 from autopar.sharding.axes import make_mesh
 from autopar.sharding.buckets import Pieces
-from autopar.sharding.operators import Operator
+from autopar.sharding.operators import Operator, Value
 from autopar.sharding.recompute import Kept, blocks_made_again, forward_blocks, kept, made_again
 from autopar.sharding.redistribute import LOCAL, whole_bytes
 from autopar.solver.costs import Prices, state_bytes
@@ -67,9 +67,9 @@ class State:
 class Profile:
     """Costs by unit of one micro-batch on one rank, collectives over cp and tp included: seconds ``forward``, of the
     backward of ``inputs`` and of ``weights``, by way to recompute those ``again``, and those that are ``early``: of the
-    forward, but once a step, the same for all micro-batches; bytes ``saved`` from a forward
-    to its backward by way to recompute, those ``constant`` that all micro-batches share, and ``sent`` by all units but
-    the last to the next one."""
+    forward, but once a step, the same for all micro-batches; bytes ``saved`` from a forward to its backward by way to
+    recompute, those ``constant`` that all micro-batches share, those ``left`` by a backward of inputs for that of
+    weights where these run apart, and ``sent`` by all units but the last to the next one."""
 
     forward: Floats
     inputs: Floats
@@ -78,6 +78,7 @@ class Profile:
     early: Floats
     saved: dict[str, Floats]
     constant: dict[str, Floats]
+    left: Floats
     sent: Floats
 
     @property
@@ -280,12 +281,39 @@ class Replica:
         saved = {mode: each / parts for mode, (each, _) in self._saved.items()}
         constant = {mode: once for mode, (_, once) in self._saved.items()}
         sent = self._sent / parts
-        return Profile(forward + moved[0], inputs + moved[1], weights, again, early, saved, constant, sent)
+        left = self._left / parts
+        return Profile(forward + moved[0], inputs + moved[1], weights, again, early, saved, constant, left, sent)
 
     @functools.cached_property
     def _saved(self) -> dict[str, tuple[Floats, Floats]]:
         units = len(self.row)
-        return {mode: saved_bytes(held, self.operators, self.mesh, self.at, units) for mode, held in self._held.items()}
+        found = {
+            mode: saved_bytes(held, self.operators, self.mesh, self.at, units) for mode, held in self._held.items()
+        }
+        for each, _ in found.values():  # what a generation keeps is of the batch too, and of no unit: there is no pp
+            each[0] += self._cached()
+        return found
+
+    @functools.cached_property
+    def _left(self) -> Floats:
+        """Bytes of the whole batch by unit that operators of the backward of weights read and do not make: what enters
+        the products, and the gradients of what leaves them."""
+        weights, found = of_one_gradient(self.captured, self.operators), np.zeros(len(self.row))
+        seen = set[tuple[Value, int]]()
+        for op in (op for op in self.operators if op.node in weights):
+            wanted, _ = self.assignment.layouts(op)
+            for value, layout in zip(op.operands, wanted, strict=True):
+                base, nbytes = self.operators.base(value), layout.local_bytes(self.mesh, self.operators.specs[value])
+                made = base.node in self.operators.by_node and base.node not in weights
+                if made and self.operators.batch_dims[value] and (base, nbytes) not in seen:
+                    seen.add((base, nbytes))
+                    found[self.at[op.node]] += nbytes
+        return found
+
+    def _cached(self) -> int:
+        """Bytes of the keys and values that a generation of the whole batch keeps."""
+        specs = ((node, self.operators.specs[Value(node)]) for node in self.captured.caches)
+        return sum(self.assignment.sources[node].local_bytes(self.mesh, spec) for node, spec in specs)
 
     @functools.cached_property
     def _sent(self) -> Floats:
