@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,21 +25,23 @@ FOLDER, KEY = "training_state", "training"
 #: What a Trainer of one process writes its optimizer's state to.
 _OPTIMIZER_OF_ONE = "optimizer.pt"
 
+Optimizers = Optimizer | Sequence[Optimizer]
 
-def save_state(checkpoint: str | os.PathLike[str], model: ParallelModule, optimizer: Optimizer) -> None:
+
+def save_state(checkpoint: str | os.PathLike[str], model: ParallelModule, optimizers: Optimizers) -> None:
     """Write the training state in the place of an older one; all ranks call it."""
     folder = Path(checkpoint) / FOLDER
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier(group=host_group())
-    dcp.save({KEY: TrainingState(model, optimizer, frozen=_keeps_frozen(model))}, checkpoint_id=folder)
+    dcp.save({KEY: TrainingState(model, optimizers, frozen=_keeps_frozen(model))}, checkpoint_id=folder)
 
 
-def load_state(checkpoint: str | os.PathLike[str], model: ParallelModule, optimizer: Optimizer) -> bool:
+def load_state(checkpoint: str | os.PathLike[str], model: ParallelModule, optimizers: Optimizers) -> bool:
     """Read the training state, all ranks together; False if the checkpoint holds weights only. WeightsError for that of
     a run of another kind."""
     if _has_state(checkpoint):
-        state = TrainingState(model, optimizer, frozen=_keeps_frozen(model))
+        state = TrainingState(model, optimizers, frozen=_keeps_frozen(model))
         dcp.load({KEY: state}, checkpoint_id=Path(checkpoint) / FOLDER)
         return True
     if (Path(checkpoint) / _OPTIMIZER_OF_ONE).exists():

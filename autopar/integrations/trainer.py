@@ -3,7 +3,7 @@
 Under torchrun the Trainer gives every process other samples, wraps the model in DistributedDataParallel, and multiplies
 the loss by the number of processes, since DDP takes the mean of gradients. A parallel module does all of that itself:
 every process passes the same global batch, and loss and gradients are those of the global batch. So here every process
-is the one process of a Trainer that has the whole batch (`_OneProcess`), and only rank 0 writes files.
+is the one process of a Trainer that has the whole batch (`OneProcess`), and only rank 0 writes files.
 ``per_device_train_batch_size`` is then the global batch, and the loop is step by step that of one process.
 
 Tried with transformers 5.24 and accelerate 1.15, whose methods of the same names are replaced here.
@@ -11,7 +11,6 @@ Tried with transformers 5.24 and accelerate 1.15, whose methods of the same name
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import transformers
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_pt_utils import safe_globals
 
 from autopar._compat import pytree
 from autopar.errors import InputError
+from autopar.integrations.accelerate import OneProcess
 from autopar.integrations.checkpoints import load_state, load_weights, save_state
 from autopar.integrations.training_arguments import Wanted, as_planned, check, split
 from autopar.runtime.batches import check_alike, contents, describe
@@ -113,7 +111,7 @@ class ParallelTrainerMixin(_Mixed):
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer does, for one process."""
         super().create_accelerator_and_postprocess()
-        self.accelerator.__class__ = _OneProcess
+        self.accelerator.__class__ = OneProcess
         self.gather_function = self.accelerator.gather_for_metrics
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -207,37 +205,3 @@ class ParallelTrainerMixin(_Mixed):
 
 class AutoparTrainer(ParallelTrainerMixin, transformers.Trainer):
     """transformers' Trainer for parallel modules; see `ParallelTrainerMixin`. All else is as there."""
-
-
-class _OneProcess(Accelerator):
-    """An accelerator that is alone with its model, whatever process group that uses. Which process it is stays, so that
-    one writes and the others do not."""
-
-    @property
-    def num_processes(self) -> int:
-        return 1
-
-    @property
-    def use_distributed(self) -> bool:
-        return False
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        return DistributedType.NO
-
-    def gather(self, tensor: Any) -> Any:
-        return tensor
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Of tensors what counts in a last batch that is short; other objects as they are."""
-        return input_data if use_gather_object else super().gather_for_metrics(input_data)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        return tensor
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        return tensor
-
-    def no_sync(self, model: Any) -> Any:
-        """The micro-batches of a step but the last."""
-        return model.accumulate() if model.plan.schedule is None else contextlib.nullcontext()
