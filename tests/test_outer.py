@@ -26,8 +26,8 @@ from autopar.schedule import runs, stage_ranks
 from autopar.solver.actions import programs as write_programs
 from autopar.solver.candidates import Candidate, Degrees, Limits, all_degrees, candidates
 from autopar.solver.cuts import NEAR, TIE, Units, best_cuts, even_cuts, fair_cuts
-from autopar.solver.estimate import Estimate, Estimator, bubble, by_rank, in_flight, least_share
-from autopar.solver.outer import ORDINARY, Estimates, Frame, Solver, task_of
+from autopar.solver.estimate import Estimate, Estimator, bubble, by_rank, held_by_stage, in_flight, least_share
+from autopar.solver.outer import DEGREES_SOLVED, ORDINARY, Estimates, Frame, Solver, peaks, task_of
 from autopar.solver.pipeline import Pipeline
 from autopar.solver.profile import Replica
 from autopar.solver.search import make_frame
@@ -63,12 +63,13 @@ def test_best_cuts_are_the_best_that_fit(seed: int, schedule: str) -> None:
     interleaved stages the least mean of that and of the longest first and the longest second stage together, and of
     equal ones the one where these differ less."""
     draw = np.random.default_rng(seed)
-    units = Units(*(draw.uniform(0.1, 3.0, size=9) for _ in range(3)))
+    units = Units(*(draw.uniform(0.1, 3.0, size=9) for _ in range(4)))
     pp = 4 if schedule == "1f1b" else 2
-    ranks, held = stage_ranks(schedule, pp, 4), in_flight(schedule, pp, 4 // pp, 8)
+    ranks, (held, late, _) = stage_ranks(schedule, pp, 4), held_by_stage(schedule, pp, 4 // pp, 8)
 
     def kept(cut: tuple[int, ...]) -> float:
-        return float((loads(units.rest, cut, ranks) + held * loads(units.saves, cut, ranks)).max())
+        rest, saves, more = (np.add.reduceat(x, cut) for x in (units.rest, units.saves, units.more))
+        return float(np.bincount(ranks, rest + held * saves + late * more).max())
 
     def worth(cut: tuple[int, ...]) -> float:
         of_rank = loads(units.seconds, cut, ranks).max()
@@ -81,7 +82,7 @@ def test_best_cuts_are_the_best_that_fit(seed: int, schedule: str) -> None:
     every = every_cut(9, 4)
     budget = float(np.quantile([kept(cut) for cut in every], 0.2))
     for limit in (budget, float("inf"), 0.01):
-        found = tuple(best_cuts(units, ranks, held, limit))
+        found = tuple(best_cuts(units, ranks, held, late, limit))
         fitting = [cut for cut in every if kept(cut) <= limit * (1 - 1e-3)] or every  # CP-SAT counts whole numbers
         assert worth(found) <= min(map(worth, fitting)) * (1 + NEAR)
         if limit == budget:
@@ -98,7 +99,8 @@ def test_stages_are_cut_so_that_ranks_do_not_wait_for_one_another(schedule: str,
     most. With the least work of the busiest rank alone it was up to 30 % more: stages of one row were uneven."""
     seconds = np.array([0.05, *[1.0] * 32, 2.4])
     ranks, m = stage_ranks(schedule, pp, pp * chunks), 32
-    cut = best_cuts(Units(seconds, seconds, seconds), ranks, np.ones(pp), float("inf"))
+    one = np.ones(pp * chunks)
+    cut = best_cuts(Units(seconds, seconds, seconds, seconds), ranks, one, one, float("inf"))
     stages = np.add.reduceat(seconds, cut)
     shares = {"F": 0.3 * stages, "I": 0.35 * stages, "W": 0.35 * stages, "B": 0.7 * stages}
     took = simulate(script(schedule, pp, pp * chunks, m), pp * chunks, lambda s, kind: shares[kind][s]).makespan
@@ -138,6 +140,33 @@ def test_simulated_schedules_hold_what_they_are_known_for(pp: int) -> None:
         simulated = script(schedule, pp, pp * chunks, 4 * pp, True).in_flight
         assert in_flight(schedule, pp, chunks, 4 * pp).tolist() == [n / chunks for n in simulated] == [held] * pp
         assert in_flight(schedule, pp, chunks, 2).max() == 2
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [
+    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("interleaved-zb", 2), ("interleaved-zb", 4),
+    ("zbv", 2), ("dualpipev", 2), ("zb-2p", 1), ("v-half", 2),
+])  # fmt: skip
+@pytest.mark.parametrize("pp", [2, 4, 6])
+def test_stages_hold_what_schedules_let_them(schedule: str, chunks: int, pp: int) -> None:
+    """By simulation: when a rank holds most, its stages hold as many micro-batches each as is said (the last stage of
+    interleaved ones a single one, its backward follows at once), and the weights' backwards that it puts off are about
+    as many as it ever puts off, within one of each stage's."""
+    held, late, end = held_by_stage(schedule, pp, chunks, 8 * pp)
+    found = script(schedule, pp, pp * chunks, 8 * pp)
+    for own, row in zip(found.of_rank, found.rows, strict=True):
+        now, waits = dict.fromkeys(own, 0), dict.fromkeys(own, 0)
+        most, most_late, there = 0, 0, dict(now)
+        for action in (action for step in row for action in step):
+            now[action.stage] += {"F": 1, "I": 0}.get(action.kind, -1)
+            waits[action.stage] += {"I": 1, "W": -1}.get(action.kind, 0)
+            most_late = max(most_late, sum(waits.values()))
+            if sum(now.values()) > most:
+                most, there = sum(now.values()), dict(now)
+        assert there == {s: held[s] for s in own}
+        assert abs(sum(late[s] + end[s] for s in own) - most_late) <= chunks
+    assert in_flight(schedule, pp, chunks, 8 * pp) == pytest.approx(by_rank(schedule, pp, held) / chunks)
+    if schedule == "interleaved":
+        assert held[-1] == 1
 
 
 # ---- kinds of ZeRO ----
@@ -211,11 +240,33 @@ def test_estimates_are_near(c: Candidate) -> None:
     assert estimate.seconds == pytest.approx(solved.step_time, rel=0.03)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("schedule", "pp", "chunks"), [
+    ("1f1b", 4, 1), ("interleaved", 4, 4), ("interleaved-zb", 4, 2), ("zbv", 4, 2), ("dualpipev", 2, 2),
+])  # fmt: skip
+def test_memory_of_pipelines_is_estimated_as_it_is_found(
+    schedule: str, pp: int, chunks: int, recompute: str
+) -> None:
+    """The bytes of the fullest rank, within 8 %, of a model with few words. What zero bubble makes again it keeps, with
+    the gradients that come with it, until the weights have theirs."""
+    frame = larger_frame(words=8192)
+    c = Candidate(Degrees(pp, 8 // pp, 1, 1), 1, None, 64 // (8 // pp), schedule, chunks)
+    with progress() as line:
+        estimates = Estimates(frame, line)
+        e = estimates.estimator.estimate(c, (recompute,), float("inf"))
+        task = task_of(frame, estimates, e)
+        solved = task.solve(float("inf"))
+    assert solved is not None and e.recompute == recompute
+    needed = max(sum(kinds.values()) for kinds in peaks(task, solved, c.micro_batches))
+    assert e.memory == pytest.approx(needed, rel=0.08)
+
+
 @functools.cache
-def larger_frame() -> Frame:
+def larger_frame(words: int = 128256) -> Frame:
     """A Llama of 1.2 billion parameters on eight H100, 64 sequences of 4096."""
     config = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
-              "num_hidden_layers": 16, "vocab_size": 128256, "max_position_embeddings": 4096,
+              "num_hidden_layers": 16, "vocab_size": words, "max_position_embeddings": 4096,
               "tie_word_embeddings": False}  # fmt: skip
     with torch.device("meta"):
         model = models.llama(**config)
@@ -406,6 +457,35 @@ def test_bounds_hold_and_estimates_are_near() -> None:
         ratios.append(found.estimate.seconds / found.solved.step_time)
     assert 0.7 < np.median(ratios) < 1.2
     assert solver.best().solved.step_time <= min(f.solved.step_time for f in solver.found) * 1.03
+
+
+class Told(Solver):
+    """A solver that takes estimates for the truth."""
+
+    def solve(self, e: Estimate) -> float:
+        solved = SimpleNamespace(step_time=e.seconds, zero=e.candidate.zero)
+        self.tried.add((e.candidate, e.recompute))
+        self.found.append(
+            SimpleNamespace(candidate=e.candidate, estimate=e, pipeline=None, solved=solved, needed=e.memory)
+        )
+        return 0.0
+
+
+def test_what_does_not_fit_takes_no_turn() -> None:
+    """As many degrees as are solved at all are fastest where they do not fit, and slow where they do; the best that
+    fits comes after them. DeepSeek-V3 on 256 H100: data parallelism is fastest in memory that there is not."""
+
+    def one(dp: int, zero: int, seconds: float, memory: float) -> Estimate:
+        return Estimate(Candidate(Degrees(1, dp, 1, 1), zero, None, 1, None, 1), "none", seconds, memory, 0.1)
+
+    crowd = range(2, 2 + DEGREES_SOLVED)
+    every = [one(n, 1, 1.0, 200.0) for n in crowd] + [one(1, 3, 10.0, 90.0)] + [one(n, 3, 10.5, 90.0) for n in crowd]
+    frame = SimpleNamespace(budget=100.0, hints=Hints(zero=3))
+    with progress() as line:
+        solver = Told(frame, SimpleNamespace(again=lambda e, budget: None), None, line)
+        solver.run(every)
+    assert solver.best().estimate == one(1, 3, 10.0, 90.0)
+    assert all(f.needed <= 100.0 for f in solver.found)
 
 
 def test_a_budget_of_seconds_still_gives_a_plan() -> None:

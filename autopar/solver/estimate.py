@@ -69,44 +69,52 @@ def in_flight(
     return np.minimum(_counts(schedule, pp, chunks, micro_batches)[0].mean(0), micro_batches)
 
 
+class Held(NamedTuple):
+    """By stage: of how many micro-batches it holds activations at the fullest moment of its rank (`in_flight`), for how
+    many of these the backward of weights is put off meanwhile (``late``), by schedules that run it apart, and for how
+    many at the ``end`` of a step, when no other activations are there."""
+
+    most: Floats
+    late: Floats
+    end: Floats
+
+
 def held_by_stage(
     schedule: str | None, pp: int, chunks: int, micro_batches: int, forwards_first: bool = False
-) -> tuple[Floats, Floats]:
-    """Of how many micro-batches every stage holds activations at the fullest moment of its rank, `in_flight` in all,
-    and for how many of them the backward of weights is put off at most, by schedules that run it apart."""
-    held, late = _counts(schedule, pp, chunks, micro_batches)
+) -> Held:
+    """What the stages of a schedule hold."""
+    every = np.stack(_counts(schedule, pp, chunks, micro_batches))
     if forwards_first:
-        held = np.full_like(held, micro_batches)
-    found = np.minimum(np.stack([held, late]), micro_batches)
+        every[0] = micro_batches
+    found = np.minimum(every, micro_batches)
     if schedule in V_SHAPED:
         found[:, 1::2] = found[:, 1::2, ::-1]
-    return found[0].ravel(), found[1].ravel()
+    return Held(*found.reshape(3, -1))
 
 
-def _counts(schedule: str | None, pp: int, chunks: int, micro_batches: int) -> tuple[Floats, Floats]:
-    """`held_by_stage` by a rank's first, second, ... stage and by rank, of as many micro-batches as a schedule can
-    hold. Interleaved, forwards go round the stages of a rank, pp micro-batches at a time; the weights' backwards that
-    wait are those of its last stage. V-shaped, the second stages have the fewest."""
-    ranks, late = np.arange(pp, dtype=np.float64), np.zeros((chunks, pp))
+def _counts(schedule: str | None, pp: int, chunks: int, micro_batches: int) -> tuple[Floats, Floats, Floats]:
+    """`Held` by a rank's first, second, ... stage and by rank, of as many micro-batches as a schedule can hold.
+    Interleaved, forwards go round the stages of a rank, pp micro-batches at a time; the weights' backwards that wait
+    are those of its last stage. V-shaped, the second stages have the fewest."""
+    ranks, none = np.arange(pp, dtype=np.float64), np.zeros((chunks, pp))
     if schedule == "interleaved":
         begun = (chunks - 1) * pp + 2 * (pp - 1 - ranks) + 1
         held = np.minimum(pp, begun - pp * np.arange(chunks)[:, None])
         held[0] += np.maximum(begun - chunks * pp, 0)
-        return held, late
+        return held, none, none
     if schedule == "interleaved-zb":
-        late[-1] = ranks + 1
-        return np.full((chunks, pp), float(pp)), late
+        return np.full((chunks, pp), float(pp)), np.stack([*none[1:], ranks + 1]), none
     if schedule == "zbv":
-        return np.stack([2 * pp - 1 - ranks, ranks + 1]), np.stack([ranks, ranks + 1])
-    if schedule == "dualpipev":
-        return np.stack([2 * pp - ranks, ranks + 1]), np.stack([(ranks + 1) // 2, ranks // 2 + 1])
+        return np.stack([2 * pp - 1 - ranks, ranks + 1]), np.stack([ranks, ranks + 1]), none
+    if schedule == "dualpipev":  # runs backwards whole but for the last ones
+        return np.stack([2 * pp - ranks, ranks + 1]), none, np.stack([(ranks + 1) // 2, ranks // 2 + 1])
     if schedule == "v-half":
         second = ranks // 2 + 1
-        return np.stack([2 * (pp // 2 + 1) - second, second]), late + 1
+        return np.stack([2 * (pp // 2 + 1) - second, second]), none + 1, none
     if schedule == "zb-2p":
-        return np.full((1, pp), 2.0 * pp - 1), (2 * ranks + 1)[None]
-    held = {None: np.ones(1), "gpipe": np.full(pp, float(micro_batches)), "1f1b": pp - ranks}[schedule]
-    return held[None], late
+        return np.full((1, pp), 2.0 * pp - 1), (2 * ranks + 1)[None], none
+    every = {None: np.ones(1), "gpipe": np.full(pp, float(micro_batches)), "1f1b": pp - ranks}
+    return every[schedule][None], none, none
 
 
 def least_share(schedule: str | None, pp: int, chunks: int, micro_batches: int) -> float:
@@ -210,8 +218,10 @@ class Estimator:
 
     def _memory(self, c: Candidate, mode: str) -> float:
         """Bytes of the fullest rank."""
-        saved, (held, late) = self._saved(_shape(c), self._samples(c), mode), self._held(c)
-        active = by_rank(c.schedule, c.degrees.pp, held * saved.each + late * saved.more) + saved.once + saved.meanwhile
+        saved, held = self._saved(_shape(c), self._samples(c), mode), self._held(c)
+        moments = (held.most * saved.each + held.late * saved.more, held.end * (saved.each + saved.more))
+        fullest, last = (by_rank(c.schedule, c.degrees.pp, moment) for moment in moments)
+        active = np.maximum(fullest + saved.meanwhile, last) + saved.once
         return float((self.rest(c) + self._gaps * active).max()) + self.cluster.device.context_bytes
 
     @property
@@ -301,13 +311,13 @@ class Estimator:
 
     def _meanwhile(self, shape: _Shape, whole: Floats, mode: str) -> float:
         """Bytes of what is made again and is there at once, of what units save ``whole``: a block's, and where the
-        backward of weights comes later than that of inputs (zero bubble) a stage's."""
+        backward of weights comes later than that of inputs (zero bubble; DualPipeV's last ones alone) a stage's."""
         if mode == "none":
             return 0.0
-        together = np.add.reduceat(whole, self._first(shape)) if shape.schedule in SPLIT_BACKWARD else whole
-        return float(together.max())
+        apart = shape.schedule in SPLIT_BACKWARD - {"dualpipev"}
+        return float((np.add.reduceat(whole, self._first(shape)) if apart else whole).max())
 
-    def _held(self, c: Candidate) -> tuple[Floats, Floats]:
+    def _held(self, c: Candidate) -> Held:
         first = self._replica(c).setting.forwards_first
         return held_by_stage(c.schedule, c.degrees.pp, c.chunks, c.micro_batches, first)
 
@@ -347,7 +357,7 @@ class Estimator:
         room -= self._gathered(c, sum(float(state.used.max()) for state in states))
         room -= self._gaps * self._meanwhile(_shape(c), profile.saved["none"], mode)
         stages = c.degrees.pp * c.chunks
-        return best_cuts(row, stage_ranks(str(c.schedule), c.degrees.pp, stages), *self._held(c), max(room, 1.0))
+        return best_cuts(row, stage_ranks(str(c.schedule), c.degrees.pp, stages), *self._held(c)[:2], max(room, 1.0))
 
     def _exposed(self, c: Candidate, work: _Work) -> float:
         """Seconds that the collectives of data parallelism add to a step: as `cost_model.step` has it, those once a
