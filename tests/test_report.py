@@ -301,3 +301,14 @@ def test_an_operator_without_a_rule_is_named(llama: tuple[Captured, Operators]) 
     named = [r for r in found if r.reason == "no rule"]
     assert [(r.operator, r.axes, r.count) for r in named] == [("autopar.attention", ("dp", "tp"), 1)]
     assert isinstance(named[0], ReplicatedOperator) and 0 < named[0].flops_share < 0.1
+
+
+def test_what_the_batch_does_not_reach_is_named(llama: tuple[Captured, Operators]) -> None:
+    """Behind an operator without a rule nobody knows which dim is the batch: that, and not divisibility, is the reason."""
+    _, operators = llama
+    mesh = Mesh((("dp", 2),))
+    head = [op for op in operators if not op.backward and op.call.target is torch.ops.aten.einsum.default][-1]
+    lost = replace(operators, batch_factors={**operators.batch_factors, head.node: frozenset()})
+    strategies = assign(operators, {}, mesh).strategies | {head.node: (Choice(),)}
+    reasons = {r.reason for r in describe_replicated(lost, Assignment(mesh, strategies, {}, (), {})) if r.flops_share}
+    assert "the batch does not reach it" in reasons and "nothing divides" not in reasons

@@ -22,7 +22,7 @@ from autopar.capture.graph import Captured
 from autopar.plan import LayerSummary, ReplicatedOperator
 from autopar.report.names import layer_of
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.axes import SPREAD_AXES
+from autopar.sharding.axes import BATCH_AXES, SPREAD_AXES
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operator, Operators, Value, own_factors
 from autopar.sharding.rule import Choice, Strategy, choices, is_valid
@@ -79,7 +79,8 @@ def describe_layers(captured: Captured, operators: Operators, assignment: Assign
 def describe_replicated(operators: Operators, assignment: Assignment) -> tuple[ReplicatedOperator, ...]:
     """The operators whose work is repeated, most FLOPs first, then most bytes: those with floating point work on any
     axis of degree > 1 that does not split them; others only if no axis splits them and all calls together move more
-    than 1% of the bytes. The reason is "no rule", "nothing divides" or "cheaper than splitting"."""
+    than 1% of the bytes. The reason is "no rule", "the batch does not reach it" (behind an operator without a rule),
+    "nothing divides" or "cheaper than splitting"."""
     mesh = assignment.mesh
     wide = [axis for axis, degree in mesh.axes if degree > 1]
     groups: dict[tuple[str, tuple[str, ...], str], list[Operator]] = defaultdict(list)
@@ -114,6 +115,8 @@ def _reason(op: Operator, strategy: Strategy, whole: tuple[str, ...], mesh: Mesh
         wanted = choice.factor in own_factors(operators, op, axis) | spread
         return wanted and is_valid(op.rule, (*strategy[:i], choice, *strategy[i + 1 :]), mesh)
 
+    if not op.rule.inward and not any(own_factors(operators, op, axis) for axis in whole):
+        return f"the {'sequence' if set(whole).isdisjoint(BATCH_AXES) else 'batch'} does not reach it"
     possible = any(could(axis, choice) for axis in whole for choice in choices(op.rule))
     return "cheaper than splitting" if possible else "nothing divides"
 

@@ -38,16 +38,19 @@ from autopar.solver.spmd import read
 from autopar.solver.staged import Stages
 from autopar.workload import Workload
 
-#: What `Plan.gap` is a bound over.
-GAP_SPACE = (
-    f"all meshes pp x dp x cp x tp (tp within the fast links of a host, cp with {CONTEXT_TOKENS} tokens a rank or "
-    "more, unless hinted or nothing else fits), kinds of ZeRO, micro-batches and schedules; batch over dp, sequence "
-    "over cp, experts over tp, cp and none, a host's or as many as can be of the ranks of dp; matrix products and "
-    "attention split on every axis, weights over tp; others follow an operand; equal blocks alike"
-)
-
 #: Of what did not fit, how much the plan says.
 UNFIT_SHOWN = 3
+
+
+def gap_space(has_experts: bool) -> str:
+    """What `Plan.gap` is a bound over, of a model that ``has_experts`` or not."""
+    over = "over tp, cp and none, a host's or as many as can be of the ranks of dp"
+    return (
+        f"all meshes pp x dp x cp x tp (tp within the fast links of a host, cp with {CONTEXT_TOKENS} tokens a rank or "
+        "more, unless hinted or nothing else fits), kinds of ZeRO, micro-batches and schedules; batch over dp, "
+        f"sequence over cp{f', experts {over}' if has_experts else ''}; matrix products and attention split on every "
+        "axis, weights over tp; others follow an operand; equal blocks alike"
+    )
 
 
 def structure_hash(names_and_shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str:
@@ -196,7 +199,7 @@ class _Search:
             memory=best.memory,
             peaks=found.peaks,
             gap=max(0.0, best.step_time / bound - 1.0) if bound > 0 else 0.0,
-            gap_space=GAP_SPACE,
+            gap_space=gap_space(self.frame.limits.experts > 1),
             parameters=parameters,
             operators=operator_choices(operators, best.assignment),
             layers=describe_layers(captured, operators, best.assignment),
