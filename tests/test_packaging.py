@@ -80,10 +80,11 @@ def test_wheel_imports_away_from_the_repository(wheel: Path, tmp_path: Path) -> 
     code = (
         "import importlib.util, autopar, autopar.passes, autopar.cost_model; "
         "print(autopar.__file__, autopar.passes.__file__, autopar.cost_model.__file__, sep='\\n'); "
+        "from plan_samples import sample_plan; assert '</html>' in sample_plan().report('html'); "
         "assert not importlib.util.find_spec('passes') and not importlib.util.find_spec('cost_model')")
     # PYTHONPATH comes before the finder of an editable install, so this is the wheel's code and none of the tree's.
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path.parent, capture_output=True, text=True,
-                         env={**os.environ, "PYTHONPATH": str(tmp_path)})
+                         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'tests'}"})
     assert ran.returncode == 0, ran.stderr
     assert all(line.startswith(str(tmp_path)) for line in ran.stdout.split())
 

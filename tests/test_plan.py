@@ -200,7 +200,7 @@ def test_a_whole_number_is_a_fine_time() -> None:
 
 
 def test_an_unknown_report_format() -> None:
-    with pytest.raises(PlanError, match="no report format 'html'"):
-        sample_plan().report("html")
+    with pytest.raises(PlanError, match="no report format 'pdf'"):
+        sample_plan().report("pdf")
     with pytest.raises(PlanError, match="did you mean text"):
         sample_plan().report("txt")

@@ -14,6 +14,7 @@ from autopar.errors import AutoparError
 from autopar.replan import Question, recall, remember
 from autopar.report.diff import decided
 from autopar.report.progress import progress
+from autopar.workload import Workload
 
 if TYPE_CHECKING:
     from autopar.plan import Plan
@@ -113,7 +114,8 @@ def _larger(question: Question) -> Question:
 def _longer(question: Question, what: str, dim: int) -> Question:
     """A question with twice the size ``what`` of the workload, which is that of ``dim`` of the example inputs."""
     before = getattr(question.workload, what)
-    workload = replace(question.workload, **{what: MORE * before}, **({"pad_to": None} if dim else {}))
+    table = {**question.workload.to_dict(), what: MORE * before}
+    workload = Workload.from_dict({**table, "pad_to": None} if what == "seq_len" else table)
 
     def longer(tensor: Any) -> Any:
         if not isinstance(tensor, Tensor) or tensor.dim() <= dim or tensor.shape[dim] != before:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _HEADER = (
     ("layer", ""),
     ("count", "n"),
-    ("split, or how it rests", ""),
+    ("split", ""),
     ("parameters", "n"),
     ("FLOPs", "n"),
     ("keeps", "n"),

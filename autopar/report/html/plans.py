@@ -75,9 +75,9 @@ def what_ifs(plan: Plan) -> Markup:
     title = "What would change the decision"
     if not plan.what_ifs:
         asking = [tag("code", text) for text in ("autopar plan ... --what-if", "plan.what_if()")]
-        lead = ["Not asked for this plan: ", asking[0], " does, and ", asking[1], " in the process that made the plan. "
-                "Both search again for each question."]  # fmt: skip
-        return section("what-if", title, lead)
+        words = ["Not asked for this plan: ", asking[0], " does, and so does ", asking[1], " in the process that made "
+                 "the plan. Both search again for each question."]  # fmt: skip
+        return section("what-if", title, words)
     lead = f"Each question was searched anew. Now: {decision_text(plan)}."
     return section("what-if", title, lead, tag("div", [_what_if(plan, w) for w in plan.what_ifs], class_="cards"))
 

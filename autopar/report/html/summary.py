@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from autopar.cluster import Cluster
@@ -14,7 +14,7 @@ from autopar.report.text import storage_text
 from autopar.report.units import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
-    from autopar.plan import Plan
+    from autopar.plan import Alternative, Plan
 
 #: What the degrees of a plan do, where they are more than 1.
 _DOES = {
@@ -54,7 +54,8 @@ def tiles(plan: Plan) -> Markup:
     """Step time, throughput, MFU, memory and gap."""
     limit, origin = memory_limit(plan)
     work, unit = work_of(plan)
-    shown = [("Step time", seconds_text(plan.step_time), f"{plan.num_micro_batches} micro-batches")]
+    count = plan.num_micro_batches
+    shown = [("Step time", seconds_text(plan.step_time), f"{count} micro-batch{'es' if count > 1 else ''}")]
     if work:
         rate = work / plan.step_time
         shown.append(
@@ -101,9 +102,9 @@ def _chosen(plan: Plan) -> Iterator[str]:
         chunks = len(plan.stages) // plan.degrees["pp"]
         yield f"{len(plan.stages)} stages, {chunks} a rank, run by the schedule {plan.schedule}."
     yield f"{storage_text(plan)}."
-    many, size = plan.num_micro_batches, plan.micro_batch_size
-    each = f"{size} sequence{'s' if size > 1 else ''}"
-    yield f"A step runs {many} micro-batches of {each}" + (
+    count, size = plan.num_micro_batches, plan.micro_batch_size
+    parts = f"{count} micro-batch{'es' if count > 1 else ''} of {size} sequence{'s' if size > 1 else ''}"
+    yield f"A step runs {parts}" + (
         "; nothing is recomputed." if plan.recompute == "none" else f"; the backward recomputes: {plan.recompute}."
     )
 
@@ -137,24 +138,44 @@ def _spare(count: int) -> str:
 
 
 def _why(plan: Plan) -> Iterator[str]:
-    """How the next best plan lost, and the best of those that do not fit."""
+    """How the next best plan lost, the next best of other degrees, and the best of those that do not fit."""
     limit, _ = memory_limit(plan)
-    fit = [a for a in plan.alternatives if a.peak_memory <= limit]
+    ordered = sorted(plan.alternatives, key=lambda a: a.step_time)
+    fit = [a for a in ordered if a.peak_memory <= limit]
     if fit:
-        best = min(fit, key=lambda a: a.step_time)
-        degrees = " x ".join(f"{axis} {n}" for axis, n in best.degrees.items() if n > 1) or "one rank"
-        groups = f" in groups of {best.zero_group_size}" if best.zero_group_size else ""
-        yield (
-            f"Of {len(plan.alternatives)} runner-ups the nearest is {degrees} with ZeRO {best.zero}{groups}: "
-            f"{seconds_text(best.step_time)} ({best.reason})."
-        )
-    unfit = [a for a in plan.alternatives if a.peak_memory > limit and a.step_time < plan.step_time]
+        yield f"Of {len(ordered)} runner-ups the nearest has {_instead(plan, fit[0])}: {_longer(plan, fit[0])}."
+    others = [a for a in fit[1:] if a.degrees != plan.degrees]
+    if others and fit[0].degrees == plan.degrees:
+        yield f"Of other degrees it is {_degrees(others[0].degrees)}: {_longer(plan, others[0])}."
+    unfit = [a for a in ordered if a.peak_memory > limit and a.step_time < plan.step_time]
     if unfit:
-        best = min(unfit, key=lambda a: a.step_time)
-        yield (
-            f"With {bytes_text(best.peak_memory - limit)} more memory a step could take about "
-            f"{seconds_text(best.step_time)}."
-        )
+        more = bytes_text(unfit[0].peak_memory - limit)
+        yield f"With {more} more memory a step could take about {seconds_text(unfit[0].step_time)}."
+
+
+def _instead(plan: Plan, other: Alternative) -> str:
+    """What another plan has decided otherwise."""
+    if other.degrees != plan.degrees:
+        return f"{_degrees(other.degrees)} with ZeRO {other.zero}"
+    pairs = {
+        "ZeRO": (_zero(plan.zero, plan.zero_group_size), _zero(other.zero, other.zero_group_size)),
+        "micro-batches": (plan.num_micro_batches, other.micro_batches),
+        "schedule": (plan.schedule, other.schedule),
+        "recompute": (plan.recompute, other.recompute),
+    }
+    return ", ".join(f"{what} {b} instead of {a}" for what, (a, b) in pairs.items() if a != b) or "other layouts"
+
+
+def _degrees(degrees: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {n}" for axis, n in degrees.items() if n > 1) or "one rank"
+
+
+def _zero(stage: int, group: int | None) -> str:
+    return f"{stage} in groups of {group}" if group else str(stage)
+
+
+def _longer(plan: Plan, other: Alternative) -> str:
+    return f"{share_text(max(0.0, other.step_time / plan.step_time - 1))} longer ({other.reason})"
 
 
 def _limits(plan: Plan) -> Iterator[str]:
