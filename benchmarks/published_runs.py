@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from published.predict import Prediction, Predictor, predictions
+from published.predict import Prediction, Predictor, completed, predictions
 from published.report import figures, text
 from published.rows import Row, read_rows
 
@@ -62,7 +62,7 @@ def _plain(p: Prediction) -> dict[str, object]:
 
 
 def _read(path: Path, rows: Sequence[Row]) -> list[Prediction]:
-    by_id = {row.run_id: row for row in rows}
+    by_id = {row.run_id: completed(row) for row in rows}
     tables = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [Prediction(by_id[t.pop("run_id")], **t) for t in tables if t["run_id"] in by_id]
 

@@ -31,7 +31,7 @@ class Family:
     tp_overlap: bool
     cp_overlap: bool
     dp_overlap: bool
-    backward_prefetch: bool
+    prefetch: str
     p2p: str
     whole_gradients: bool
     owners: bool
@@ -67,7 +67,7 @@ def _tables() -> Mapping[str, Any]:
 
 
 def family_of(row: Row) -> Family:
-    """The conventions of a row: those of its family, with what its notes and its ``compile`` say."""
+    """The conventions of a row: those of its family, with what its notes, what it overlaps and its ``compile`` say."""
     tables = _tables()
     own = dict(tables.get(row.source_family, {}))
     markers = own.pop("markers", ())
@@ -75,6 +75,6 @@ def family_of(row: Row) -> Family:
     found = Family(**{k: v for k, v in known.items() if k not in _NOTES})
     for marker in markers:
         changes = {key: value for key, value in marker.items() if key != "contains"}
-        if marker["contains"] in (row.notes or ""):
+        if marker["contains"] in f"{row.notes} {row.async_tp_overlap}":
             found = replace(found, **changes)
     return found if row.compile is None else replace(found, fused=row.compile == "y")

@@ -68,10 +68,7 @@ class Predictor:
             return Prediction(row, reason=f"internal failure, {type(error).__name__}: {error}")
 
     def _predict(self, row: Row) -> Prediction:
-        family = family_of(row)
-        row = replace(
-            row, global_batch=row.global_batch or family.global_batch, seq_len=row.seq_len or family.seq_len
-        )
+        family, row = family_of(row), completed(row)
         check_covered(row)
         shape = shape_of(row, gated=is_gated(row), written_out=family.written_out, dropout=family.dropout)
         cluster = cluster_of(row, **self.devices.get(row.hardware, {}))
@@ -104,6 +101,12 @@ class Predictor:
         return self._known[1:]
 
 
+def completed(row: Row) -> Row:
+    """The row with its family's batch and length of sequences, where the source says none."""
+    family = family_of(row)
+    return replace(row, global_batch=row.global_batch or family.global_batch, seq_len=row.seq_len or family.seq_len)
+
+
 def _gib(p: Priced) -> float:
     return sum(p.memory.values()) / 2**30
 
@@ -121,7 +124,7 @@ def running_of(row: Row, family: Family) -> Running:
         tp_overlap=tp_overlap,
         cp_overlap=family.cp_overlap,
         dp_overlap=family.dp_overlap or everything,
-        backward_prefetch=family.backward_prefetch,
+        prefetch=family.prefetch,
         p2p="overlapped" if everything else family.p2p,
         whole_gradients=family.whole_gradients,
         owners=family.owners,

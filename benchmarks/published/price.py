@@ -7,8 +7,8 @@ What a framework does otherwise than autopar's runtime is put into the timing of
   they slow down, `Device.overlap_rate`);
 * with data parallelism overlapped, what is gathered first and reduced last in a step hides behind the first forward and
   the last backward, but for that of the last buckets;
-* without prefetching in the backward (FSDP's BACKWARD_POST) compute waits for every gather of parameters there, beside
-  which gradients may still be reduced;
+* parameters that are prefetched in the "forward" alone (FSDP's BACKWARD_POST) are waited for in the backward, where
+  autopar gathers them one gather ahead; with "many" ahead collectives of data parallelism wait for no compute;
 * without overlap between pipeline stages what travels between them is waited for after every action: what the stage
   sends, beside which it receives, or where messages go one after the other what it receives too; ranks of tp send a
   part each, also where all of them have the whole (Narayanan et al., arXiv:2104.04473, section 4.1), if a framework
@@ -23,7 +23,7 @@ What a framework does otherwise than autopar's runtime is put into the timing of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,7 +38,7 @@ from autopar.cost_model.simulate import COMPUTE, Task
 from autopar.cost_model.step import BEGIN, END, Program, Repeated, Timing, simulate_step
 from autopar.garbage import collecting_later
 from autopar.hints import Hints
-from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, REPLICATE_AXIS, TENSOR_AXIS, make_mesh
+from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, REPLICATE_AXIS, TENSOR_AXIS, make_mesh
 from autopar.sharding.layout import Layout
 from autopar.sharding.operators import Operators, Value
 from autopar.sharding.rule import Strategy
@@ -72,17 +72,17 @@ MANY = (4e9, 4e9, 8e9)
 #: `Task.kind` of the sums of gradients over micro-batches (`solver.actions`).
 ACCUMULATE = "accumulate"
 
-#: The streams of data parallelism.
-DATA_STREAMS = (DATA_AXIS, REPLICATE_AXIS)
+#: The axes of data parallelism, and the stream of what of it is far ahead.
+DATA_AXES = frozenset((DATA_AXIS, REPLICATE_AXIS, EXPERT_AXIS))
+AHEAD = "ahead"
 
 
 @dataclass(frozen=True)
 class Running:
     """What a framework does: ``compiled`` kernels, Megatron's ``sequence_parallel`` (and whether what it
     gathers is ``gathered_again`` in the backward instead of kept), and whether collectives over tp,
-    over cp, and those of data parallelism at the ends of a step are overlapped, and gathers of parameters in the
-    backward (``backward_prefetch``); whether what travels between pipeline
-    stages is ("p2p": "overlapped", "waited for", or "in turn"), and whether ranks of tp send ``whole_gradients`` back;
+    over cp, and those of data parallelism at the ends of a step are overlapped; what is gathered ahead
+    (``prefetch``: "one", "forward" or "many"); whether what travels between pipeline stages is ("p2p": "overlapped", "waited for", or "in turn"), and whether ranks of tp send ``whole_gradients`` back;
     whether parameters have ``owners``; whether products add up gradients (``fused_accumulation``); a
     ``fused_optimizer``; and, where kernels are not ``compiled``, a ``fused_loss``."""
 
@@ -98,7 +98,7 @@ class Running:
     fused_optimizer: bool
     fused_loss: bool = False
     whole_gradients: bool = False
-    backward_prefetch: bool = True
+    prefetch: str = "one"
 
 
 @dataclass(frozen=True)
@@ -213,10 +213,11 @@ def as_run(timing: Timing, running: Running, c: Configuration) -> Timing:
                 hidden = _compute(programs[timing.actions[beside if beside in timing.actions else "I"][stage]])
                 programs[place] = _hidden(programs[place], hidden * c.chunks, slowed)
         for place in dict.fromkeys(timing.actions.get("B", ())):  # hybrid ZeRO reduces across its groups block by block
-            programs[place] = _hidden(programs[place], _compute(programs[place]), slowed, (REPLICATE_AXIS,))
-    if not running.backward_prefetch:
-        for place in dict.fromkeys(timing.actions.get("B", ())):
-            programs[place] = _gathered_after(programs[place])
+            programs[place] = _hidden(programs[place], _compute(programs[place]), slowed, frozenset((REPLICATE_AXIS,)))
+    change = _far_ahead if running.prefetch == "many" else _gathered_after
+    for kind in {"one": (), "forward": ("B",), "many": ("F", "B")}[running.prefetch]:
+        for place in dict.fromkeys(timing.actions.get(kind, ())):
+            programs[place] = change(programs[place])
     parts = 1 if running.sequence_parallel else c.tp
     up = tuple(seconds / parts for seconds in timing.up)
     down = timing.down if running.whole_gradients else tuple(seconds / parts for seconds in timing.down)
@@ -228,7 +229,7 @@ def _gathered_after(program: Program) -> Program:
     """A program that waits for every gather of parameters."""
 
     def waited_for(task: Task) -> bool:
-        return task.stream in DATA_STREAMS and task.kind == "all_gather"
+        return _is_of_data(task) and task.kind == "all_gather"
 
     seconds = sum(r.count * t.seconds for r in program for t in r.tasks if waited_for(t))
     if not seconds:
@@ -236,6 +237,15 @@ def _gathered_after(program: Program) -> Program:
     gather = Task(DATA_AXIS, seconds, kind="all_gather")
     rest = _scaled(program, lambda task: float(not waited_for(task)))
     return (Repeated(1, (gather, Task(COMPUTE, 0.0, after=(1,)))), *rest)
+
+
+def _far_ahead(program: Program) -> Program:
+    """A program whose collectives of data parallelism run one after the other, and wait for nothing else."""
+    seconds = sum(r.count * t.seconds for r in program for t in r.tasks if _is_of_data(t))
+    if not seconds:
+        return program
+    rest = _scaled(program, lambda task: float(not _is_of_data(task)))
+    return (Repeated(1, (Task(AHEAD, seconds),)), *rest)
 
 
 def _with_owners(timing: Timing, latencies: float) -> Timing:
@@ -285,9 +295,14 @@ def _felt(share: float, slowed: float) -> float:
     return share + (1 - share) * slowed
 
 
-def _hidden(program: Program, beside: float, slowed: float, streams: Collection[str] = DATA_STREAMS) -> Program:
-    """A program whose collectives on ``streams`` have ``beside`` seconds of compute to hide behind, which they slow
+def _is_of_data(task: Task, axes: frozenset[str] = DATA_AXES) -> bool:
+    """Whether a collective goes over an axis of data parallelism, alone or with others."""
+    return not axes.isdisjoint(task.stream.split("+"))
+
+
+def _hidden(program: Program, beside: float, slowed: float, axes: frozenset[str] = DATA_AXES) -> Program:
+    """A program whose collectives over ``axes`` have ``beside`` seconds of compute to hide behind, which they slow
     down; those of the last buckets have not."""
-    total = sum(r.count * t.seconds for r in program for t in r.tasks if t.stream in streams)
+    total = sum(r.count * t.seconds for r in program for t in r.tasks if _is_of_data(t, axes))
     share = _felt(max(1 - beside / total, LAST_BUCKETS) if total > 0 else 1.0, slowed)
-    return _scaled(program, lambda task: share if task.stream in streams else 1.0)
+    return _scaled(program, lambda task: share if _is_of_data(task, axes) else 1.0)
