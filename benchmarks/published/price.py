@@ -82,9 +82,10 @@ class Running:
     """What a framework does: ``compiled`` kernels, Megatron's ``sequence_parallel`` (and whether what it
     gathers is ``gathered_again`` in the backward instead of kept), and whether collectives over tp,
     over cp, and those of data parallelism at the ends of a step are overlapped; what is gathered ahead
-    (``prefetch``: "one", "forward" or "many"); whether what travels between pipeline stages is ("p2p": "overlapped", "waited for", or "in turn"), and whether ranks of tp send ``whole_gradients`` back;
-    whether parameters have ``owners``; whether products add up gradients (``fused_accumulation``); a
-    ``fused_optimizer``; and, where kernels are not ``compiled``, a ``fused_loss``."""
+    (``prefetch``: "one", "forward" or "many"); whether what travels between pipeline stages is ("p2p": "overlapped",
+    "waited for", or "in turn"), and whether ranks of tp send ``whole_gradients`` back; whether parameters have
+    ``owners``; whether products add up gradients (``fused_accumulation``); a ``fused_optimizer``; and, where kernels
+    are not ``compiled``, a ``fused_loss``."""
 
     compiled: bool
     sequence_parallel: bool
