@@ -165,6 +165,9 @@ WIDER_MIXTURES = tuple(
         ("qwen3-next", "Qwen3Next", {**HEADS_OF_8, **DELTA, "num_experts": 4, "num_experts_per_tok": 2,
                                      "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}),
     )
+) + (
+    # a loop over experts, which drop nothing
+    _pair("SwitchTransformers", "switch", {**T5, "num_experts": 4, "dropout_rate": 0.0}),
 )  # fmt: skip
 WIDER_LINEAR = (
     Architecture("qwen3.5", model("Qwen3_5ForCausalLM", "Qwen3_5Text", **HEADS_OF_8, **DELTA), causal_batch),
@@ -256,7 +259,6 @@ REFUSED = (
     causal("jetmoe", "JetMoe", "mixture of experts", **GATED, kv_channels=8, num_local_experts=4,
            num_experts_per_tok=2),
     _sized("IBert", "ibert"),
-    _pair("SwitchTransformers", "switch", {**T5, "num_experts": 4}),
     _built("qwen2-vl", "vision-language", _grid_batch, _qwen2_vl),
 )  # fmt: skip
 

@@ -26,6 +26,7 @@ from autopar.capture import hf
 from autopar.capture.decompositions import decomposition_table
 from autopar.capture.hf_adapters import core
 from autopar.capture.layers import SplittableLayers
+from autopar.capture.loops import RoutedLoops
 from autopar.capture.random import refuse_constants
 from autopar.capture.selected import NotRouted
 from autopar.errors import CaptureError, HintError, InputError
@@ -56,7 +57,7 @@ class _Flat(nn.Module):
         leaves = [self.constants[i] if i in self.constants else next(given) for i in range(self.spec.num_leaves)]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         held = _held(self.model)
-        with ops.counter_draws(getattr(self, SEED)) as mode, SplittableLayers():
+        with ops.counter_draws(getattr(self, SEED)) as mode, SplittableLayers(), RoutedLoops():
             result = self.model(*args, **kwargs)
         self.streams = mode.streams
         _refuse_rebinding(held, _held(self.model))
@@ -225,6 +226,15 @@ def _failure(model: nn.Module, error: BaseException) -> CaptureError:
     place = f"module {name} ({kind})" if name else kind
     if mine:
         place += f" at {mine[-1].filename}:{mine[-1].lineno}: {mine[-1].line}"
+    if isinstance(error, NotRouted):
+        return CaptureError(
+            f"{type(model).__name__} cannot be traced to one graph: {error.func} selects by the values of a tensor, "
+            f"in {place}",
+            expected="of rows that are selected by value linear layers, pointwise operators and splits of their last "
+            "dim, the same for every expert, and their sum at the places where they were selected",
+            found=str(error),
+            change="let every expert do no more than that to its rows (dropout: set it to 0, or drop what they sum to)",
+        )
     operator = getattr(error, "func", None)  # set by fake tensors where an operator needs values
     if operator is not None:
         return CaptureError(
