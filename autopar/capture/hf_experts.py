@@ -7,13 +7,18 @@ activation between the products stay the module's own and are traced.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from autopar.ops.experts import combine, dispatch, group_of, grouped_bias, grouped_mm
+from autopar.ops.experts import combine, dispatch, expert_counts, group_of, grouped_bias, grouped_mm
 from autopar.ops.gated import gated_mm
 
 #: The name under which it is registered.
 IMPLEMENTATION = "autopar"
+#: The buffer in which a module of experts counts the tokens that each of them is sent in training, int64 [E].
+COUNTS = "tokens_by_expert"
+#: The buffer by which DeepSeek's routers and those like them keep their experts balanced, float [E].
+BIAS = "e_score_correction_bias"
 
 
 def _linear(module: nn.Module, rows: Tensor, name: str, index: Tensor) -> Tensor:
@@ -38,6 +43,8 @@ def _has_plain_gate(module: nn.Module) -> bool:
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """transformers' experts interface: hidden [T, H], index and weights [T, K] -> [T, H]."""
     experts = int(module.num_experts)  # type: ignore[arg-type]
+    if module.training and hasattr(module, COUNTS):
+        getattr(module, COUNTS).add_(expert_counts(top_k_index, experts))
     tokens, top_k = top_k_index.shape
     group = group_of(tokens, top_k, experts)
     rows = dispatch(hidden_states, top_k_index, None, experts, group)
@@ -52,6 +59,32 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)  # type: ignore[operator]
     return combine(rows, top_k_index, top_k_weights.to(rows.dtype), experts, group).to(hidden_states.dtype)
+
+
+def mixtures(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of experts of a model that use the registry, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "num_experts") and hasattr(module, "is_transposed")
+    }
+
+
+def router_biases(model: nn.Module) -> dict[str, Tensor]:
+    """The buffer `BIAS` of the router that stands beside each module of experts, by the name of that; of mixtures
+    that have one."""
+    found = {name.rpartition(".")[0]: b for name, b in model.named_buffers() if name.rpartition(".")[2] == BIAS}
+    beside = {router.rpartition(".")[0]: bias for router, bias in found.items()}
+    names = {name: name.rpartition(".")[0] for name in mixtures(model)}
+    return {name: beside[parent] for name, parent in names.items() if parent in beside}
+
+
+def count_tokens(model: nn.Module, device: torch.device) -> None:
+    """Let every mixture of a model count its tokens from now on."""
+    for module in mixtures(model).values():
+        if not hasattr(module, COUNTS):
+            counts = torch.zeros(int(module.num_experts), dtype=torch.int64, device=device)  # type: ignore[arg-type]
+            module.register_buffer(COUNTS, counts, persistent=False)
 
 
 def select(model: nn.Module) -> None:

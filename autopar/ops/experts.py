@@ -66,6 +66,19 @@ def products(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
 
 
 @torch.library.custom_op(
+    "autopar::expert_counts", mutates_args=(), schema="(Tensor index, SymInt experts) -> Tensor"
+)
+def expert_counts(index: Tensor, experts: int) -> Tensor:
+    """How many tokens ``index`` [T, K] sends to each of ``experts`` experts: int64 [experts]."""
+    return routed_pairs(index, experts).counts.clone()
+
+
+@expert_counts.register_fake
+def _(index: Tensor, experts: int) -> Tensor:
+    return index.new_empty(experts)
+
+
+@torch.library.custom_op(
     "autopar::dispatch",
     mutates_args=(),
     schema="(Tensor x, Tensor index, Tensor? weights, SymInt experts, SymInt group) -> Tensor",

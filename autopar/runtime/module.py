@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import dtensor_like, pytree
 from autopar.capture import batch_tensors
 from autopar.capture.graph import Parameter
+from autopar.capture.hf_experts import count_tokens, router_biases
 from autopar.capture.hf_padding import padded
 from autopar.errors import InputError, RuntimeFailure
 from autopar.hints import parse_bytes
@@ -40,6 +41,7 @@ from autopar.runtime.program import Emitted, Makers, Specialization, StepProgram
 from autopar.runtime.programs import Programs
 from autopar.runtime.release import run_and_release
 from autopar.runtime.results import rebuild
+from autopar.runtime.router import ExpertLoad, loads, update_biases
 from autopar.runtime.save import gathered, save
 from autopar.runtime.step import run_step, step_inputs
 from autopar.runtime.versions import count_steps, version
@@ -103,6 +105,8 @@ class ParallelModule(nn.Module):
         count_steps()
         self.__dict__["_copies"] = StepCopies()
         self.__dict__["seed"] = torch.tensor([agree(torch.initial_seed() % 2**62), 0], device=device)
+        if router_biases(tree):
+            count_tokens(tree, device)
         self.train(model.training)
 
     def __getattr__(self, name: str) -> Any:
@@ -253,6 +257,28 @@ class ParallelModule(nn.Module):
         none of transformers', or the directory cannot be written."""
         save(self._original, gathered(self._original, self.plan), directory, parse_bytes(max_shard_size))
 
+    def expert_load(self) -> dict[str, ExpertLoad]:
+        """The tokens that every expert of every mixture was sent in training since the last `router_bias_update`, of
+        all ranks and micro-batches, by the name of the module of experts. Where routers have no such bias it is counted
+        from the first call on, which every rank must make. InputError for a model without mixtures."""
+        if not router_biases(self._original) and not self._programs.counts:
+            count_tokens(self._original, self._coordinates.device)
+            self._programs.counts = True
+        return loads(self._original)
+
+    def router_bias_update(self, rate: float) -> None:
+        """Balance experts as DeepSeek-V3 does, without a loss: add ``rate`` to the bias in the choice of every expert
+        that was sent fewer tokens than the mean since the last call, and subtract it from that of every one that was
+        sent more::
+
+            loss = model.train_step(**batch)
+            optimizer.step()
+            model.router_bias_update(0.001)
+
+        Tokens of all ranks and micro-batches count, so that the bias is the same on every rank, and that of one
+        process. InputError for a model whose routers have no ``e_score_correction_bias``."""
+        update_biases(self._original, rate)
+
     def train(self, mode: bool = True) -> ParallelModule:
         """Switch between training and evaluation, as ``nn.Module.train``."""
         super().train(mode)
@@ -298,10 +324,11 @@ class ParallelModule(nn.Module):
     @guarded("generate")
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own ``generate``: the loop is transformers', its forwards are run by all ranks together, and the
-        keys and values of past tokens are split over them. Every rank passes the same prompts and options and gets all
-        answers, for sampling after ``torch.manual_seed`` with one seed. Greedy, sampling and beams; InputError for other
-        ways, for models that are no decoders, and for more tokens than a plan for inference has memory for."""
+        """As the model's own ``generate``: the loop is transformers', its forwards are run by all ranks together, and
+        the keys and values of past tokens are split over them. Every rank passes the same prompts and options and gets
+        all answers, for sampling after ``torch.manual_seed`` with one seed. Greedy, sampling and beams; InputError for
+        other ways, for models that are no decoders, and for more tokens than a plan for inference has memory for.
+        """
         return generate(self, args, kwargs)
 
     def _padded(
@@ -340,7 +367,7 @@ class ParallelModule(nn.Module):
         parameters: Sequence[Tensor],
         make: Callable[[Specialization], Program] = Specialization.evaluation,
     ) -> tuple[Tensor, ...]:
-        """The results of the program that ``make`` makes, which keeps nothing for a backward: all, of the usual one."""
+        """All results, by the program that ``make`` makes, which keeps nothing for a backward."""
         values = {**given, **local_pieces(special, parameters)}
         if self._pipeline is not None:
             found: tuple[Tensor, ...] = self._pipeline.evaluate(special, values, self._programs.bind)

@@ -50,6 +50,8 @@ class Programs:
         default_factory=weakref.WeakKeyDictionary
     )
     told: set[tuple[str, int | None]] = field(default_factory=set)
+    #: Whether mixtures have come to count their tokens.
+    counts: bool = False
     calls: int = 0
     #: What all ranks have asked for in the last call, if they wait for one another in every run of it.
     agreed: tuple[Any, ...] | None = None
@@ -97,7 +99,7 @@ class Programs:
         shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         frozen = tuple(p.requires_grad for p in self.model.parameters())
         casts = autocast_state(self.device_mesh.device_type)
-        key = (what, str(spec), repr(shapes), self.model.training, frozen, casts)
+        key = (what, str(spec), repr(shapes), self.model.training, frozen, self.counts, casts)
         entry = CacheEntry(tuple(tuple(t.shape) for t in batch_tensors(args, kwargs)), self.model.training)
         kept = "kept" if key in self.cache else "not made yet"
         modes = f"{what}, training={self.model.training}, gradients={torch.is_grad_enabled()}, {casts}, program {kept}"

@@ -34,16 +34,18 @@ def in_micro_batches(
     split: frozenset[fx.Node],
     kept: Mapping[str, Keeping],
 ) -> Assignment:
-    """``assignment`` over ``count`` micro-batches, which sum up gradients and numbers."""
+    """``assignment`` over ``count`` micro-batches, which sum up gradients, numbers and changes of buffers."""
     gradients = [p for p in captured.parameters if p.gradient is not None]
     each = [i for i, p in enumerate(gradients) if kept[p.name].gradient == "micro-batch"]
     outputs = output_values(captured)
+    whole = {i for i, output in enumerate(captured.outputs) if output.buffer is not None}
+    whole |= {i for i, (value, backward) in enumerate(outputs) if backward or not operators.specs[value].shape}
     return micro_batched(
         operators,
         assignment,
         count,
         {node: Place(dim=0) for node in captured.inputs if node in split},
-        [(value, WHOLE if backward or not operators.specs[value].shape else None) for value, backward in outputs],
+        [(value, WHOLE if i in whole else None) for i, (value, _) in enumerate(outputs)],
         reduced_each=[len(captured.outputs) + i for i in each],
     )
 

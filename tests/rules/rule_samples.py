@@ -841,6 +841,13 @@ def cache_write(d: Draw, target: Any) -> Call:
     return (d.real([batch, heads, kept, dim]), d.real([batch, heads, count, dim]), start), {}
 
 
+@sample(own.expert_counts.default)
+def expert_counts(d: Draw, target: Any) -> Call:
+    experts = d.integer(1, 6)
+    index = torch.arange(8 * 2).view(8, 2) * d.integer(1, 5) % (experts + 1)  # what is out of range goes to nobody
+    return (index, experts), {}
+
+
 @sample(own.put_into_zeros.default)
 def put_into_zeros(d: Draw, target: Any) -> Call:
     size, start, step = d.pick([4, 5]), d.pick([0, 1]), d.pick([1, 2])
