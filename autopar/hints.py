@@ -23,6 +23,7 @@ from autopar.schedule import ALL_SCHEDULES
 from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, STATE_AXES, TENSOR_AXIS
 from autopar.sharding.recompute import blocks_made_again
 from autopar.sharding.rules.attention import WAYS
+from autopar.sharding.rules.experts import DISPATCHERS
 
 #: Axes that split tensors, and with that of the pipeline all that ranks are laid out on, outermost first.
 AXES = (DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
@@ -98,6 +99,8 @@ class Hints:
     in samples a rank, ``recompute`` is "none", "selective", "full", or "full:4" for the first four blocks alone
     (`sharding.recompute`), ``attention`` is how attention is computed where cp splits the sequence: with "heads" split
     instead (Ulysses), as a "ring" in which keys and values go round, or with all of them on every rank ("gather"),
+    ``dispatch`` how tokens come to experts that are spread: each to the ranks of its experts alone ("exchange", pieces
+    as large as routers make them), or all to all of those ranks ("gather", results summed up, of fixed size),
     ``memory_limit`` is bytes a device (as `parse_bytes` reads them), ``shard`` maps parameter
     patterns (see the module) to the dim that each axis splits, e.g.
     ``{"model.layers.*.mlp.down_proj.weight": {"tp": 1}}``. HintError for bad values and for hints that contradict each
@@ -117,6 +120,7 @@ class Hints:
     micro_batch_size: int | None = None
     recompute: str | None = None
     attention: str | None = None
+    dispatch: str | None = None
     memory_limit: int | str | None = None
     shard: Mapping[str, Mapping[str, int]] | None = None
 
@@ -156,6 +160,13 @@ class Hints:
             check_recompute(self.recompute)
         if self.attention is not None:
             _check_attention(self)
+        if self.dispatch is not None and self.dispatch not in DISPATCHERS:
+            raise HintError(
+                f"dispatch={self.dispatch!r} is not available.",
+                expected=f"one of {', '.join(DISPATCHERS)}",
+                found=repr(self.dispatch),
+                change=nearest_names(str(self.dispatch), DISPATCHERS),
+            )
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
         if self.shard is not None:

@@ -170,7 +170,10 @@ def hint_pins(captured: Captured, hints: Hints) -> Pins:
         dims.update({EXPERT_AXIS: dims[DATA_AXIS]} if DATA_AXIS in dims else {})
     zero_dims = {name: {a: d for a, d in dims.items() if a in STATE_AXES} for name, dims in hinted.items()}
     zero = 3 if hints.zero else hints.zero  # what rests sharded rests alike, however long copies of it live
-    return Pins(storage=storage, zero=zero, zero_dims=zero_dims, experts=hints.ep, attention=hints.attention)
+    return Pins(
+        storage=storage, zero=zero, zero_dims=zero_dims, experts=hints.ep, attention=hints.attention,
+        dispatch=hints.dispatch,
+    )  # fmt: skip
 
 
 def plan_pins(captured: Captured, operators: Operators, plan: Plan) -> Pins:
@@ -183,6 +186,7 @@ def plan_pins(captured: Captured, operators: Operators, plan: Plan) -> Pins:
         operator=operator_pin(operators, plan.operators, plan.mesh),
         zero_dims=zero_dims,
         strict=False,
+        dispatch=plan.hints.get("dispatch"),
     )
 
 

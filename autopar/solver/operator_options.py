@@ -13,6 +13,7 @@ from autopar.sharding.operators import Operator, Operators, Value, own_factors, 
 from autopar.sharding.rule import REPLICATE, Choice, Strategy
 from autopar.sharding.rule import strategies as rule_strategies
 from autopar.sharding.rules.attention import ATTENTION, WAYS
+from autopar.sharding.rules.experts import MEETINGS
 from autopar.solver.constraints import constrained, is_kept, may_choose
 from autopar.solver.pins import Pins
 
@@ -128,9 +129,23 @@ class OperatorOptions:
         way = self.pins.attention if op.call.target in ATTENTION and CONTEXT_AXIS in self.mesh.names else None
         if way and strategy[self.mesh.names.index(CONTEXT_AXIS)].factor not in WAYS[way]:
             return False
+        if self.pins.dispatch is not None and op.call.target in MEETINGS and not self._may_meet(op, strategy):
+            return False
         if not is_kept(op, strategy, self.mesh):
             return False
         return spread in (None, self._spread(op, strategy)) and self.pins.operator(op.node, strategy)
+
+    def _may_meet(self, op: Operator, strategy: Strategy) -> bool:
+        """Whether tokens and rows may meet so: to exchange rows, where the tokens are; to gather tokens, where the
+        experts are, on axes over which there may be some."""
+        spread = self._spread(op, strategy)
+        if self.pins.dispatch == "exchange":
+            return spread == 1
+        if self.pins.experts is not None:
+            return spread == self.pins.experts
+        own = [c for axis, c in zip(self.mesh.names, strategy, strict=True) if axis not in (*BATCH_AXES, CONTEXT_AXIS)]
+        at_experts = [c for axis, c in zip(self.mesh.names, strategy, strict=True) if axis == EXPERT_AXIS]
+        return all(c.factor != "c" for c in (*own, *at_experts))
 
     def _is_weight(self, value: Value) -> bool:
         """Whether a value is a parameter, seen through views."""

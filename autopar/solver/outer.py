@@ -14,13 +14,14 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.cluster import Cluster
-from autopar.hints import Hints
+from autopar.hints import DEGREES, Hints
 from autopar.report.progress import Progress
 from autopar.sharding.axes import STATE_AXES, make_mesh
 from autopar.sharding.layout import Mesh
+from autopar.sharding.operators import Operators
 from autopar.sharding.recompute import forward_blocks
 from autopar.solver.candidates import MICRO_BATCH_SIZES, Candidate, Degrees, Limits, all_degrees, candidates
 from autopar.solver.carry import hint_pins
@@ -51,11 +52,23 @@ TRIES, SMALLEST_SOLVED = 4, 16
 #: estimates are of the fastest way, and the leanest needs somewhat less.
 HOPELESS = 2.0
 
+#: Of what estimates of small plans have been too high by, what the others are taken to be too high by at most.
+SURE = 0.85
+
 #: Candidates that are estimated to take this much longer than the best plan so far are not solved.
 WORTH = 1.1
 
 #: A plan that an ordinary training loop runs (no pipeline) is taken unless a pipeline saves more than this.
 ORDINARY = 0.02
+
+
+@dataclass(eq=False)
+class Known:
+    """What is asked about one model on one cluster under different hints shares: its ``operators``, and the
+    ``replicas`` that have been solved, by all that they depend on."""
+
+    operators: Operators | None = None
+    replicas: dict[tuple[object, ...], Replica] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,7 @@ class Frame:
     pins: Pins
     limits: Limits
     budget: float
+    known: Known = field(default_factory=Known)
 
     @functools.cached_property
     def state(self) -> float:
@@ -84,6 +98,12 @@ class Frame:
                  for pattern, dims in (self.hints.shard or {}).items()}  # fmt: skip
         pins = hint_pins(self.setting.captured, Hints(shard={pattern: dims for pattern, dims in shard.items() if dims}))
         return replace(pins, attention=self.hints.attention, experts=self.hints.ep, dispatch=self.hints.dispatch)
+
+    @property
+    def of_replicas(self) -> tuple[object, ...]:
+        """What replicas depend on of all that hints say: not on kinds of ZeRO, nor on the memory that there is."""
+        kept = {k: v for k, v in self.hints.to_dict().items() if k not in _NOT_OF_REPLICAS}
+        return self.setting.recompute, self.setting.zero.reshard_after_forward, repr(kept)
 
     @property
     def cluster(self) -> Cluster:
@@ -122,6 +142,13 @@ class Found:
         return max(sum(kinds.values()) for kinds in self.peaks)
 
 
+#: Hints that say nothing of how the operators of a replica are split.
+_NOT_OF_REPLICAS = frozenset({
+    *DEGREES, "zero", "zero_group_size", "reshard_after_forward", "recompute", "micro_batch_size", "schedule", "stages",
+    "memory_limit",
+})  # fmt: skip
+
+
 class Estimates:
     """The estimates of all candidates."""
 
@@ -153,10 +180,14 @@ class Estimates:
         self._asked.append((cp, tp, experts))
         over = f", experts over {experts} of dp" if experts > 1 else ""
         self.line.say(f"solving a replica of cp={cp}, tp={tp}{over}")
-        batch = self.frame.limits.batch
+        frame, batch = self.frame, self.frame.limits.batch
         most = batch // min(d.dp for d in self.degrees[cp, tp, experts])
         able = [n for n in (*MICRO_BATCH_SIZES, most) if n and batch % (n * experts) == 0]
-        return Replica(self.frame.setting, cp, tp, self.frame.replica_pins, batch, max(able, default=1), experts)
+        samples, known = max(able, default=1), frame.known.replicas
+        key = (cp, tp, experts, samples, *frame.of_replicas)
+        if key not in known:
+            known[key] = Replica(frame.setting, cp, tp, frame.replica_pins, batch, samples, experts)
+        return known[key]
 
     def preferred(self, cp: int, tp: int) -> bool:
         """Whether a replica is one of those tried first: tp over the fast links of a host, cp for long sequences. No
@@ -187,14 +218,18 @@ class Estimates:
                     yield self._better(c)
 
     def _better(self, c: Candidate) -> Estimate:
-        """The estimate of a candidate, or if that makes much again or does not fit the lean one where it is better."""
+        """The estimate of a candidate, or if that makes much again or does not fit the lean one where it is better;
+        with no budget at all the one of fewer bytes."""
         frame, d = self.frame, c.degrees
-        found = self.estimator.estimate(c, frame.modes, frame.budget)
-        easy = found.memory <= frame.budget and found.recompute == frame.modes[0]
+        modes = frame.modes if frame.budget else frame.modes[-1:]
+        found = self.estimator.estimate(c, modes, frame.budget)
+        easy = found.memory <= frame.budget and found.recompute == modes[0]
         replica = functools.partial(self.replica, d.cp, d.tp, d.experts)
         if easy or replica(True) is replica(False):
             return found
-        lean = self.estimator.estimate(replace(c, lean=True), frame.modes, frame.budget)
+        lean = self.estimator.estimate(replace(c, lean=True), modes, frame.budget)
+        if not frame.budget:
+            return min(found, lean, key=lambda e: e.memory)
         return min(found, lean, key=lambda e: (e.memory > frame.budget, e.seconds))
 
     def again(self, e: Estimate, budget: float) -> Estimate | None:
@@ -370,9 +405,10 @@ def least_memory(estimates: Estimates) -> Found | None:
     return min(small_plans(estimates), key=lambda f: f.needed, default=None)
 
 
-def small_plans(estimates: Estimates, most: float = math.inf) -> Iterator[Found]:
-    """Plans of few bytes, of the candidates that are estimated to need the fewest, and not more than ``most``. Which
-    those are does not depend on the budget, so that a limit that an error asks for is enough."""
+def small_plans(estimates: Estimates, budget: float = math.inf) -> Iterator[Found]:
+    """Plans of few bytes, of the candidates that are estimated to need the fewest, as long as one may need fewer than
+    the others before, or with a ``budget`` no more than that. Which those are does not depend on the memory that there
+    is, so that a limit that an error asks for is enough."""
     estimates = estimates.within(0.0)
     every = [e for preferred in (True, False) for e in estimates.all(preferred=preferred, hopeless=True)]
     # estimates do not tell apart what is small: gradients of micro-batches are added up beside one another, and kinds
@@ -381,8 +417,14 @@ def small_plans(estimates: Estimates, most: float = math.inf) -> Iterator[Found]
     for e in sorted(every, key=lambda e: e.memory):
         c = e.candidate
         smallest.setdefault((c.degrees, c.micro_batches == 1, c.zero == 3), e)
-    for e in itertools.islice((e for e in smallest.values() if e.memory <= most), SMALLEST_SOLVED):
+    least, off = math.inf, 1.0
+    for e in itertools.islice(smallest.values(), SMALLEST_SOLVED):
+        limit = least if math.isinf(budget) else budget
+        if e.memory > HOPELESS * budget or SURE * off * e.memory > limit:
+            return
         task, c = task_of(estimates.frame, estimates, e), e.candidate
         _, solved = task.least_memory()
         if solved is not None:
-            yield Found(e, task.pipeline, task.setting, solved, peaks(task, solved, c.micro_batches))
+            found = Found(e, task.pipeline, task.setting, solved, peaks(task, solved, c.micro_batches))
+            least, off = min(least, float(found.needed)), min(off, found.needed / e.memory)
+            yield found

@@ -21,7 +21,8 @@ class Pins:
     pins (hints) may leave no option; others (a plan carried to other shapes) then fall back to all. ``inputs`` are the
     layouts of the batch's tensors that do not come whole to every rank. With ``micro_batches`` only what is left of the
     batch in each of them can be split. ``experts`` says over how many ranks they are spread, None that it is open,
-    and ``attention`` which of `rules.attention.WAYS` it takes on the axis of the sequence.
+    ``attention`` which of `rules.attention.WAYS` it takes on the axis of the sequence, and ``dispatch`` which of
+    `rules.experts.DISPATCHERS` experts take.
     """
 
     storage: Callable[[str, Layout], bool] = lambda name, layout: True
@@ -33,3 +34,4 @@ class Pins:
     micro_batches: int = 1
     experts: int | None = None
     attention: str | None = None
+    dispatch: str | None = None

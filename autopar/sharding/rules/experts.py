@@ -18,6 +18,17 @@ from autopar.sharding.rule import Arg, Local, OpCall, Rule, rule
 from autopar.sharding.rules.common import aten, linear_args, names, once, start_of, takes_every
 from autopar.sharding.rules.registry import register
 
+#: How tokens come to experts that are spread over ranks: each to those of its experts, or all to all.
+DISPATCHERS = ("exchange", "gather")
+#: The operators in which tokens and rows of experts meet.
+MEETINGS = frozenset(
+    {
+        torch.ops.autopar.dispatch.default,
+        torch.ops.autopar.combine.default,
+        torch.ops.autopar.combine_weights_backward.default,
+    }
+)
+
 
 def _rule(
     call: OpCall,
@@ -84,6 +95,12 @@ def combine_weights_backward(call: OpCall) -> Rule:
     """(grad, rows, index, experts, group) -> [T, K]"""
     annotation = "(c g) h, e c h, (c g) _ -> (c g) _"
     return _rule(call, annotation, index=2, experts=3, reduced="eh", linear=[(0,), (1,)])
+
+
+@register(torch.ops.autopar.expert_counts.default)
+def expert_counts(call: OpCall) -> Rule:
+    """(index, experts) -> [E]"""
+    return rule(call, "c _ -> _", reduced={"c": "sum"})
 
 
 @register(torch.ops.autopar.put_into_zeros.default)
