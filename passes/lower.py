@@ -22,7 +22,7 @@ from autopar.passes.collectives import KINDS, aten
 from autopar.passes.inplace import reuse
 from autopar.passes.shaped import Shaped
 from autopar.passes.sums import base, is_view
-from autopar.sharding.operators import ROUTED, VIEWS
+from autopar.sharding.operators import VIEWS
 
 #: Views that keep the order of elements.
 _RESHAPES = frozenset({aten.reshape.default, aten.view.default, aten._unsafe_view.default})
@@ -35,10 +35,8 @@ _SMALL = 64
 
 
 def lower(graph: fx.Graph, inputs: Sequence[Any]) -> None:
-    """Rewrite ``graph`` in place, for runs on values like ``inputs``. One with rows of experts, which are others in
-    every step, stays as it is."""
-    if any(node.meta.get(ROUTED) for node in graph.nodes):
-        return
+    """Rewrite ``graph`` in place, for runs on values like ``inputs``. What has to do with rows of experts, which are
+    others in every step, stays as it is (`Shaped`)."""
     shaped = Shaped(graph, inputs)
     for step in _STEPS:
         step(shaped)

@@ -6,13 +6,14 @@ every other, strides of what follows from a batch need not be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from autopar._compat import OpOverload, pytree, storage_key
+from autopar.ops.gated import TAKE_ROWS
 from autopar.passes.collectives import KINDS, WAIT
 from autopar.sharding.operators import ROUTED
 
@@ -26,10 +27,22 @@ def _on_meta(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, empty, value)
 
 
+def _all_routed(users: Iterable[fx.Node]) -> bool:
+    """Whether there are readers, and all of them have to do with rows of experts."""
+    return bool(users) and all(user.meta.get(ROUTED) for user in users)
+
+
+def _one_row(value: Any) -> Any:
+    """Rows [1, P, H], or as they are declared, as a single one; other values as they are."""
+    is_rows = isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point()
+    return value.new_empty(1, 1, value.shape[2]) if is_rows else value
+
+
 class Shaped:
     """``graph`` with the ``values`` of its nodes when it runs on ``inputs``; kept up to date by `emit` and `replace`.
 
     Nodes with rows of experts, whose number is another in every step, are not to be touched: `tensor` is None for them.
+    Their values are as if there were a single row: what is made of rows depends on their last dim alone.
     """
 
     def __init__(self, graph: fx.Graph, inputs: Sequence[Any]) -> None:
@@ -38,9 +51,12 @@ class Shaped:
         given = iter(inputs)
         for node in graph.nodes:
             if node.op == "placeholder":
-                self.values[node] = _on_meta(next(given))
+                value = _on_meta(next(given))
+                self.values[node] = _one_row(value) if _all_routed(node.users) else value
             elif node.op == "call_function":
-                self.values[node] = self._value(node.target, node.args, node.kwargs)
+                value = self._value(node.target, node.args, node.kwargs)
+                gives_rows = node.meta.get(ROUTED) and node.target not in TAKE_ROWS
+                self.values[node] = pytree.tree_map(_one_row, value) if gives_rows else value
 
     def _value(self, target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = fx.node.map_arg((args, kwargs), self.values.__getitem__)

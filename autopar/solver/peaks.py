@@ -313,8 +313,8 @@ def row_moments(row: Sequence[ScheduleStep], lives: Sequence[StageLife], stages:
 
 
 def _step_moments(own: StageLife, micro_batches: int, ahead: int) -> Iterator[Moment]:
-    """The fullest moments of a step without a pipeline; from the second micro-batch on all are alike, but for bytes that
-    forwards ``ahead`` of the first backward have saved."""
+    """The fullest moments of a step without a pipeline; from the second micro-batch on all are alike, but for bytes
+    that forwards ``ahead`` of the first backward have saved."""
     sums = {GRADIENTS: own.sums, COPIES: own.copies}
     yield _sum(own.forward, {COPIES: own.copies, ACTIVATIONS: ahead} if ahead else sums)
     if micro_batches == 1:

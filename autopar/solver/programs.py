@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from autopar.sharding.buckets import Piece, buckets, goes_by_block, merged
 from autopar.sharding.layout import Mesh
-from autopar.sharding.operators import ROUTED
 from autopar.solver.tape import Entry, Tape
 
 #: Where an entry is wanted in an order.
@@ -321,15 +320,15 @@ def _written_over(program: Program, born: Mapping[int, int], died: Mapping[int, 
     """`passes.inplace.reuse`: the storages of results that lie over an operand which is of no use afterwards, and where
     they are made."""
     entries, found = program.tape.entries, []
-    if any((owner := entries[i].owner) is not None and owner.meta.get(ROUTED) for i in program.order):
-        return []  # `passes.lower` leaves such programs alone
+    routed = program.tape.routed  # `passes.lower` leaves what has to do with rows of experts alone
     kept = {s for i in program.inputs for s in entries[i].storages}
     kept.update(s for i in program.order if entries[i].move for arg in program.args[i] for s in entries[arg].storages)
     for at, i in enumerate(program.order, len(program.inputs)):
-        if not entries[i].over:
+        if not entries[i].over or entries[i].owner in routed:
             continue
         read = [s for arg in program.args[i] for s in entries[arg].storages]
-        operands = [entries[program.args[i][place]].storages[0] for place in entries[i].over]
+        over = [entries[program.args[i][place]] for place in entries[i].over]
+        operands = [entry.storages[0] for entry in over if entry.key is not None or entry.owner not in routed]
         (made,) = entries[i].storages
         if born[made] == at and any(died[s] == at and s not in kept and read.count(s) == 1 for s in operands):
             found.append((made, at))

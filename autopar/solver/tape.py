@@ -57,8 +57,8 @@ class Entry:
 class Tape:
     """Entries in the order in which they are emitted, bytes by storage, the entries of placeholders, and those that the
     captured outputs and gradients end with. ``times`` says by name for how many a parameter stands, ``copied`` which
-    kinds of collectives do not hold what they read until they are waited for, ``heavy`` are the operators with FLOPs.
-    """
+    kinds of collectives do not hold what they read until they are waited for, ``heavy`` are the operators with FLOPs,
+    ``routed`` those that take or give rows of experts."""
 
     entries: list[Entry] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
@@ -68,6 +68,7 @@ class Tape:
     times: Mapping[str, int] = field(default_factory=dict)
     copied: frozenset[str] = frozenset()
     heavy: frozenset[fx.Node] = frozenset()
+    routed: frozenset[fx.Node] = frozenset()
 
     def storage(self, nbytes: int) -> int:
         """A new storage."""
@@ -111,7 +112,9 @@ class _Writer:
         self.captured, self.operators, self.times = captured, operators, short.times
         self.assignment, self.again, self.mesh = assignment, again, assignment.mesh
         heavy = frozenset(op.node for op in operators if op.flops)
-        self.templates, self.tape = templates, Tape(times=short.parameters, heavy=heavy)
+        specs = {op.node: (*op.call.operands, *op.call.results) for op in operators}
+        routed = frozenset(node for node, both in specs.items() if any(spec.routed for spec in both))
+        self.templates, self.tape = templates, Tape(times=short.parameters, heavy=heavy, routed=routed)
         self.produced = result_layouts(operators, assignment)
         self.router = Router(self.mesh)
         named = [(p.name, p.placeholder, p.gradient) for p in captured.parameters]
