@@ -412,6 +412,7 @@ ERRORS = [
     Case("PlanError", "The plans are of different models.", "diff plan.json mlp.json"),
     Case("PlanError", "The plan is for … ranks.", "launch plan.json --dry-run --nproc-per-node 2 -- train.py", "1 x 2"),
     Case("PlanError", "Cannot write the plan to …", "plan models_here:mlp --cluster cpu:2 -o nowhere/plan.json"),
+    Case("PlanError", "Cannot write the report to …", "report other.json --html nowhere/report.html"),
     Case("PlanError", "Cannot write the timeline to …", "simulate other.json --timeline nowhere/step.json"),
 ]  # fmt: skip
 

@@ -512,6 +512,11 @@ const shows = () => [opener.getAttribute("aria-expanded"), getComputedStyle(belo
 seen.closed = shows();
 opener.click();
 seen.opened = shows();
+document.documentElement.style.scrollBehavior = "auto";
+document.querySelector('nav a[href="#timeline"]').click();
+seen.followed = [location.hash, document.activeElement.id,
+                 Math.round(document.getElementById("timeline").getBoundingClientRect().top) < 80];
+window.scrollTo(0, 0);
 const theme = document.getElementById("theme");
 seen.light = getComputedStyle(document.body).backgroundColor;
 theme.click();
@@ -562,5 +567,6 @@ def test_a_browser_opens_sorts_and_filters_it(tmp_path: Path, size: str) -> None
     assert seen["filtered"] == [[mlp], "1 of 3 layers"] == seen["inside"]
     assert seen["nothing"] == [[], "0 of 3 layers"] and seen["cleared"] == [[head, mlp, attention], "3 layers"]
     assert seen["closed"] == ["false", "none"] and seen["opened"] == ["true", "table-row-group"]
+    assert seen["followed"] == ["", "timeline", True]
     assert seen["light"] != seen["dark"] and seen["tip"] == "rank 0, micro-batch 0: forward, stage 0, 1 s"
     assert seen["wide"] <= 0 and math.isfinite(seen["wide"])

@@ -30,6 +30,13 @@ class Progress:
             self._status.start()
 
 
+def announce(text: str) -> None:
+    """One line that stays, above the progress of what follows; nothing where standard error is no terminal."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        console.print(text, markup=False, highlight=False)
+
+
 @contextmanager
 def progress() -> Iterator[Progress]:
     """A `Progress` that leaves nothing behind."""

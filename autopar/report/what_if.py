@@ -13,7 +13,7 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.replan import Question, recall, remember
 from autopar.report.diff import decided
-from autopar.report.progress import progress
+from autopar.report.progress import announce
 from autopar.workload import Workload
 
 if TYPE_CHECKING:
@@ -51,14 +51,13 @@ def what_if(plan: Plan, search_seconds: float | None = None) -> Plan:
     model, question, answer = recall(plan)
     asked = list(questions(question))
     found = []
-    with progress() as line:
-        for i, (text, work, other) in enumerate(asked):
-            line.say(f"what if: {text} ({i + 1} of {len(asked)})")
-            other = replace(other, search_seconds=search_seconds or question.search_seconds)
-            try:
-                found.append(_answered(plan, text, work, answer(model, other)))
-            except AutoparError as error:
-                found.append(WhatIf(text, work, "", (), None, None, error.what))
+    for i, (text, work, other) in enumerate(asked):
+        announce(f"What if: {text} ({i + 1} of {len(asked)})")
+        other = replace(other, search_seconds=search_seconds or question.search_seconds)
+        try:
+            found.append(_answered(plan, text, work, answer(model, other)))
+        except AutoparError as error:
+            found.append(WhatIf(text, work, "", (), None, None, error.what))
     return remember(replace(plan, what_ifs=tuple(found)), model, question, answer)
 
 

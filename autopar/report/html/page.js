@@ -19,6 +19,17 @@
   dark.addEventListener("change", sayTheme);
   sayTheme();
 
+  // Links within the page: a notebook's frame would follow them out of it.
+  for (const link of all('a[href^="#"]')) {
+    link.addEventListener("click", (event) => {
+      event.preventDefault();
+      const target = one(link.getAttribute("href"));
+      target.tabIndex = -1;
+      target.focus({ preventScroll: true });
+      target.scrollIntoView();
+    });
+  }
+
   // Tables that sort: a row and the details below it, if any, move together.
   const valueOf = (body, column) => {
     const cell = body.rows[0].cells[column];

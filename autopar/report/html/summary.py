@@ -175,7 +175,8 @@ def _zero(stage: int, group: int | None) -> str:
 
 
 def _longer(plan: Plan, other: Alternative) -> str:
-    return f"{share_text(max(0.0, other.step_time / plan.step_time - 1))} longer ({other.reason})"
+    _, _, why = other.reason.partition(": ")
+    return f"{share_text(max(0.0, other.step_time / plan.step_time - 1))} longer" + (f" ({why})" if why else "")
 
 
 def _limits(plan: Plan) -> Iterator[str]:
