@@ -29,6 +29,7 @@ from autopar.errors import HintError, InfeasibleError, InputError
 from autopar.hints import Hints, check_hints
 from autopar.integrations.answers import answering
 from autopar.plan import Plan
+from autopar.prefill import prefill
 from autopar.replan import Question, on_meta, remember
 from autopar.runtime.compiled import check_compiler
 from autopar.runtime.failure import check_ranks, guard
@@ -41,8 +42,9 @@ from autopar.runtime.weights import load_from
 from autopar.solver.carry import shrink
 from autopar.solver.conflict import searched
 from autopar.solver.options import with_decisions
+from autopar.solver.outer import Known
 from autopar.solver.search import has_plan, search
-from autopar.specialize import MAKERS, capture_batch, specialize, specialize_step
+from autopar.specialize import capture_batch, makers, specialize, specialize_step
 from autopar.workload import Workload
 
 
@@ -79,13 +81,17 @@ def plan(
         model, args, kwargs, None if trains else False, precision=workload.precision, gradients=trains
     )
 
+    known = Known()
+
     def find(hints: Hints) -> Plan:
-        return search(model, captured, cluster, workload, hints, compile, search_seconds)
+        return search(model, captured, cluster, workload, hints, compile, search_seconds, known)
 
     def feasible(hints: Hints) -> bool:
-        return has_plan(captured, cluster, workload, hints, compile)
+        return has_plan(captured, cluster, workload, hints, compile, known)
 
     found = with_decisions(searched(find, hints, feasible), captured, compile)
+    if captured.caches:
+        found = replace(found, prefill=prefill(model, found))
     question = Question(cluster, workload, hints, on_meta(example_inputs), search_seconds, compile)
     return remember(found, model, question, _answer)
 
@@ -136,7 +142,7 @@ def parallelize(
         fill = None
         if is_meta(model):
             fill = initialize if weights is None else load_from(weights)
-        return answering(ParallelModule(model, plan, MAKERS, inputs, fill, compile), model, inputs)
+        return answering(ParallelModule(model, plan, makers(compile), inputs, fill, compile), model, inputs)
 
 
 def verify(

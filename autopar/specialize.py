@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
@@ -108,6 +109,7 @@ def specialize(
     training: bool | None = None,
     captured: Captured | None = None,
     inputs: str = "global",
+    compiles: bool = False,
 ) -> Specialization:
     """The program that ``plan`` gives for one batch's shapes.
 
@@ -115,7 +117,7 @@ def specialize(
     these shapes. For the batch that the plan was made for the answer is the plan's own; what does not divide another
     takes the nearest valid layout and is listed in ``fallbacks``. ``captured`` saves a trace. With "local" ``inputs``
     the batch is one rank's part, cut along dim 0 over dp, and so are the tensors that the program takes; InputError if
-    they differ in dim 0.
+    they differ in dim 0. ``compiles`` says that the graphs will be compiled.
     """
     local = inputs == "local"
     if local:
@@ -125,7 +127,7 @@ def specialize(
     lengths = _length_dims(found.captured) if Workload.from_dict(plan.workload).pad_to else ()
     decided = keepings(found.captured, found.operators, found.assignment, plan)
     copies = {name: kept.copy for name, kept in decided.items()}
-    emitted = emit(found.captured, found.operators, found.assignment, plan.recompute, copies)
+    emitted = emit(found.captured, found.operators, found.assignment, plan.recompute, copies, compiles)
     units = _stage_units(model, plan, found.captured, found.operators) if plan.schedule is not None else ()
     return replace(emitted, fallbacks=lost, length_dims=lengths, units=units)
 
@@ -154,6 +156,7 @@ def specialize_step(
     training: bool | None = None,
     captured: Captured | None = None,
     inputs: str = "global",
+    compiles: bool = False,
 ) -> StepProgram:
     """The program of a whole training step on one batch, in micro-batches as the plan has them: loss and gradients of
     the global batch. Takes what `specialize` takes. Raises InputError if the model returns no loss, MicroBatchError if
@@ -171,7 +174,7 @@ def specialize_step(
         split = split_inputs(captured)
         assignment = in_micro_batches(captured, operators, assignment, count, split, kept)
     emitted = shard(captured, operators, assignment)
-    recompute.tag(emitted, operators, plan.recompute)
+    recompute.tag(emitted, operators, plan.recompute, compiles)
     zero.keep(emitted.module.graph, {name: keeping.copy for name, keeping in kept.items()})
     given = [emitted.inputs[node] for node in captured.inputs if node in split]
     places = tuple(i for i, o in enumerate(captured.outputs) if i == loss or o.buffer is not None)
@@ -228,5 +231,8 @@ def _length_dims(captured: Captured) -> tuple[frozenset[int], ...]:
     return tuple(dims[value_of(output.node)] for output in captured.outputs)
 
 
-#: How a `ParallelModule` comes to its programs.
-MAKERS = Makers(specialize, specialize_step, specialize_cached)
+def makers(compiles: bool) -> Makers:
+    """How a `ParallelModule` comes to its programs, where it ``compiles`` their graphs or not."""
+    return Makers(
+        partial(specialize, compiles=compiles), partial(specialize_step, compiles=compiles), specialize_cached
+    )

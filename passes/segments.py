@@ -41,14 +41,29 @@ class _Segment:
         return sum(node.target not in VIEWS and node.target is not operator.getitem for node in self.nodes) > 1
 
     def module(self) -> fx.GraphModule:
-        """The segment as a graph of its own, with names by position."""
-        graph = fx.Graph()
+        """The segment as a graph of its own, with names by position; the same call of the same values, such as a copy
+        that two products read, stands there once, unless both are read outside."""
+        graph, outputs = fx.Graph(), self.outputs()
         new = {node: graph.placeholder(f"in_{i}") for i, node in enumerate(self.inputs())}
+        first: dict[str, fx.Node] = {}
         for i, node in enumerate(self.nodes):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), new.__getitem__)
+            key = f"{node.target} {args} {kwargs}" if _may_stand_once(node) else f"{i}"
+            if key in first and node not in outputs:
+                new[node] = first[key]
+                continue
             new[node] = graph.create_node("call_function", node.target, args, kwargs, name=f"value_{i}")
-        graph.output(tuple(new[node] for node in self.outputs()))
+            first.setdefault(key, new[node])
+        graph.output(tuple(new[node] for node in outputs))
         return fx.GraphModule(torch.nn.Module(), graph, class_name="Segment")
+
+
+def _may_stand_once(node: fx.Node) -> bool:
+    """Whether two calls of the same values return the same, and change nothing."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return node.target is operator.getitem
+    return not schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
 
 
 def _is_apart(node: fx.Node) -> bool:

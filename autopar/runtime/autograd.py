@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import dtensor_like
+from autopar._compat import dtensor_like, piece_of
 from autopar.passes.partition import Program
 from autopar.runtime.accumulate import Accumulator
 from autopar.runtime.autocast import as_captured
@@ -92,4 +92,4 @@ def local_pieces(special: Emitted, parameters: Sequence[Tensor]) -> dict[str, Te
     """This rank's pieces of the parameters that it holds, by the name under which they enter the program."""
     names = [special.input_name(p.placeholder) for p in special.captured.parameters]
     held = zip(names, parameters, strict=True)
-    return {n: p.to_local() for n, p in held if isinstance(p, DTensor)}
+    return {n: piece_of(p) for n, p in held if isinstance(p, DTensor)}

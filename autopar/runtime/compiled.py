@@ -17,18 +17,27 @@ _made: dict[tuple[Any, ...], Callable[..., Sequence[Any]]] = {}
 
 
 class Segment:
-    """A segment of a graph, compiled when it first runs on tensors of some shapes. Those of isomorphic blocks share."""
+    """A segment of a graph, compiled when it first runs on tensors of some strides: shapes and dtypes are always the
+    same. Those of isomorphic blocks share."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module, self.text = module, module.code
         self.__name__ = "segment"  # as which it appears in the outer graph's code
+        self._strides: list[tuple[int, ...]] | None = None
+        self._run: Callable[..., Sequence[Any]]
 
     def __call__(self, *inputs: Tensor) -> Sequence[Any]:
+        strides = [t.stride() for t in inputs]
+        if strides != self._strides:
+            self._strides, self._run = strides, self._compiled(inputs)
+        return self._run(*inputs)
+
+    def _compiled(self, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Any]]:
         key = (self.text, *((t.shape, t.stride(), t.dtype, t.device) for t in inputs))
         if key not in _made:
             with torch.no_grad():
                 _made[key] = compile_graph(self.module, list(inputs))
-        return _made[key](*inputs)
+        return _made[key]
 
 
 def compilations() -> int:

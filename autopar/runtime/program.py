@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from autopar.capture.graph import Captured
 from autopar.passes import recompute, zero
+from autopar.passes.cached import in_place
 from autopar.passes.partition import Program, partition
 from autopar.passes.phases import Phases
 from autopar.passes.pipeline import Stage
@@ -64,6 +65,12 @@ class Specialization:
     def evaluation(self) -> Program:
         """The forward alone, without anything kept for a backward."""
         return partition(self.sharded, gradients=False)
+
+    def generation(self) -> Program:
+        """The forward of a step of a generation, which writes keys and values over those that it is given."""
+        program = self.evaluation()
+        in_place(program.forward)
+        return program
 
     def loss_only(self) -> Program:
         """The program that returns what carries a gradient, and leaves the other tensors of the model's result out."""
@@ -122,11 +129,12 @@ class Maker(Protocol[T]):
 
 @dataclass(frozen=True)
 class Makers:
-    """How programs are made, of a forward with its backward and of a whole step. The runtime is handed them: it knows
-    how to run programs and not how they are decided."""
+    """How programs are made, of a forward with its backward, of a whole step, and of a forward with a cache. The
+    runtime is handed them: it knows how to run programs and not how they are decided."""
 
     forward: Maker[Specialization]
     step: Maker[StepProgram]
+    cached: Maker[Specialization]
 
 
 def emit(
@@ -135,9 +143,11 @@ def emit(
     assignment: Assignment,
     mode: str = "none",
     copies: Mapping[str, str] | None = None,
+    compiles: bool = False,
 ) -> Specialization:
-    """Shard, tag by ``mode`` of recomputation, keep ``copies`` of parameters (`passes.zero`), and partition."""
+    """Shard, tag by ``mode`` of recomputation, keep ``copies`` of parameters (`passes.zero`), and partition; with
+    ``compiles`` for a run that compiles the graphs."""
     sharded = shard(captured, operators, assignment)
-    recompute.tag(sharded, operators, mode)
+    recompute.tag(sharded, operators, mode, compiles)
     zero.keep(sharded.module.graph, copies or {})
     return Specialization(captured, operators, assignment, sharded, partition(sharded))

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autopar._compat import piece_of
+
 _steps = WeakIdKeyDictionary()
 
 
@@ -27,11 +29,10 @@ def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 _steps[p] = _steps.get(p, 0) + 1
 
 
-@torch.no_grad()
 def version(p: Tensor) -> tuple[int, ...]:
     """What changes when a parameter does: its version counter, that of a DTensor's piece, and how many optimizer steps
     it has seen, because foreach and fused optimizers leave the counters of DTensors as they are (tried, torch 2.13).
     Not seen are changes through ``p.data``, and by foreach functions on DTensors outside of an optimizer."""
     if not isinstance(p, DTensor):
         return (p._version,)
-    return p._version, p.to_local()._version, _steps.get(p, 0)
+    return p._version, piece_of(p)._version, _steps.get(p, 0)
