@@ -73,14 +73,18 @@ def test_loops_keep_the_names_of_parameters() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "hints"), [
     (2, Hints(dp=2, pp=1, zero=3)),
-    (2, Hints(cp=2, pp=1)),
+    (2, Hints(dp=2, ep=2, pp=1)),
+    (2, Hints(cp=2, ep=2, pp=1)),
     (4, Hints(dp=2, tp=2, pp=1, zero=1)),
     (4, Hints(tp=4, pp=1)),
 ])  # fmt: skip
 @pytest.mark.parametrize("case", [c for c in LOOPS if c.name in ("Where", "Masked", "Single")], ids=lambda c: c.name)
 def test_loops_under_other_plans(case: Case, ranks: int, hints: Hints) -> None:
-    _, _, report = verified(*case.make(torch.float64), ranks, hints)
-    assert report.flops_share < 1.1 / ranks, report
+    """With ``ep`` a rank has half of the stacked experts in use; at rest they are modules of their own."""
+    plan, special, report = verified(*case.make(torch.float64), ranks, hints)
+    assert plan.degrees["ep"] == (hints.ep or 1) or hints.tp
+    assert hints.ep is None or weight_pieces(special) == {2}
+    assert report.flops_share < (1.3 if hints.ep else 1.1) / ranks, report
 
 
 @pytest.mark.slow
