@@ -78,10 +78,10 @@ def _generation(plan: Plan, first: Prefill) -> str:
     """Tokens a second, and what prompts take."""
     batch, length = plan.workload["global_batch"], plan.workload["seq_len"]
     rate = f"{batch / plan.step_time:,.0f} tokens/s: one of each of {batch} samples a step, with {length} of context"
-    prompts = f"prompts as long, all at once, take {seconds_text(first.seconds)} and {bytes_text(first.memory)} a device"
+    takes = f"{seconds_text(first.seconds)} and {bytes_text(first.memory)} a device"
     room = Cluster.from_dict(plan.cluster).device.memory_bytes
     chunks = "" if first.memory <= room else ", more than it has: generate(..., prefill_chunk_size=) takes less"
-    return f"{rate}; {prompts}{chunks}"
+    return f"{rate}; prompts as long, all at once, take {takes}{chunks}"
 
 
 def storage_text(plan: Plan) -> str:

@@ -117,6 +117,10 @@ def _cost(plan: Plan) -> Iterator[str]:
             f"{count_text(work)} {unit} a step in {seconds_text(plan.step_time)}: {count_text(rate)} {unit} a second, "
             f"{count_text(rate / plan.world_size)} a device."
         )
+    if plan.prefill is not None:
+        takes = f"{seconds_text(plan.prefill.seconds)} and {bytes_text(plan.prefill.memory)} a device"
+        context = f"a context of {plan.workload['seq_len']} tokens"
+        yield f"A step is one token of every sample with {context}; prompts that fill it, all at once, take {takes}."
     if (used := mfu(plan)) is not None:
         yield f"That is {share_text(used)} of what the devices could compute (MFU)."
     hidden = plan.breakdown.get("compute", 0.0) / plan.step_time
