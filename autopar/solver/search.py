@@ -22,7 +22,7 @@ from autopar.report.units import bytes_text, seconds_text
 from autopar.schedule import ALL_SCHEDULES, FORWARDS_FIRST, check_schedule, check_stages
 from autopar.sharding.assignment import Assignment, ranks_of_experts, used_axes
 from autopar.sharding.axes import data_degree, expert_group_size, zero_group_size
-from autopar.sharding.operators import Operators, Value
+from autopar.sharding.operators import Operators
 from autopar.sharding.recompute import forward_blocks
 from autopar.sharding.zero import Zero
 from autopar.solver.candidates import Candidate, Limits, able_chunks, all_degrees
@@ -139,8 +139,7 @@ def _backwards_wait(schedule: str) -> HintError:
 def experts_of(captured: Captured, operators: Operators, ep: int | None = None) -> int:
     """How many pieces all mixtures of a model can be cut into, as all divisors of it: 1 if it has no experts. HintError
     where the hint ``ep`` asks for another number."""
-    specs = [operators.specs[Value(p.placeholder)] for p in captured.parameters]
-    counts = sorted({spec.shape[0] for spec in specs if spec.by_expert})
+    counts = sorted({spec.shape[0] for spec in operators.specs.values() if spec.by_expert})
     found = math.gcd(*counts) if counts else 1
     if ep is not None and found % ep:
         many = f"mixtures of {', '.join(map(str, counts))} experts" if counts else "no experts that can be spread"
