@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from dist.small_models import HIDDEN, KV_HEADS, LAYERS, VOCABULARY, bert, llama
+from test_cli import good, llama_config
 from test_distributed import SCRIPTS, assert_all_ok, torchrun
 from torch import Tensor, fx
 
@@ -93,6 +95,15 @@ def test_an_encoder_infers_without_a_backward() -> None:
     found = infer(model, "cpu:1x2", Hints(tp=2))
     assert found.memory["gradients"] == found.memory["activations"] == 0 and found.prefill is None
     assert "cache" not in found.memory and not any(c.kind == "reduce_scatter" for c in found.collectives)
+
+
+@pytest.mark.slow
+def test_the_command_line_plans_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    llama_config().save_pretrained(tmp_path)
+    found = good("plan", ".", "--cluster", "cpu:2", "--batch", "4", "--seq", "16", "--infer", "--json").data
+    assert found["workload"]["mode"] == "infer" and found["prefill"]["seconds"] > 0
+    assert good("estimate", ".", "--cluster", "cpu:2", "--batch", "4", "--seq", "16", "--infer").code == 0
 
 
 def test_where_keys_and_values_rest() -> None:

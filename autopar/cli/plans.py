@@ -55,6 +55,14 @@ Optimizer = Annotated[
     ),
 ]
 Compile = Annotated[bool, typer.Option("--compile", help="Price a run with parallelize(compile=True).")]
+Infer = Annotated[
+    bool,
+    typer.Option(
+        "--infer",
+        help="Plan to generate: one token of every sample a step, with --seq tokens of context. A forward, of a model "
+        "that is no decoder.",
+    ),
+]
 SearchSeconds = Annotated[
     float | None, typer.Option("--search-seconds", min=0.0, help="Take the best plan after so many seconds of solving.")
 ]
@@ -78,6 +86,7 @@ def plan(
     dtype: Dtype = None,
     optimizer: Optimizer = "adamw",
     compile: Compile = False,
+    infer: Infer = False,
     search_seconds: SearchSeconds = None,
     hints: HintsFile = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan as JSON.")] = None,
@@ -102,7 +111,8 @@ def plan(
     autopar plan llama-3-8b/ --cluster h100-sxm:8x8 --batch 1024 --seq 8192 --dtype bfloat16 -o plan.json
     autopar plan my_models:tiny --cluster cluster.toml --hints hints.yaml --html report.html
     """
-    workload = Workload(global_batch=batch, seq_len=seq, optimizer=optimizer, param_dtype=dtype)
+    mode = "infer" if infer else "train"
+    workload = Workload(global_batch=batch, seq_len=seq, optimizer=optimizer, param_dtype=dtype, mode=mode)
     module, found = _find(model, cluster, workload, hints, search_seconds, compile)
     _keep(found, output, html)
     if what_if or (what_if is None and html is not None):
@@ -128,6 +138,7 @@ def estimate(
     dtype: Dtype = None,
     optimizer: Optimizer = "adamw",
     compile: Compile = False,
+    infer: Infer = False,
     search_seconds: SearchSeconds = None,
     hints: HintsFile = None,
     as_json: Json = False,
@@ -137,7 +148,8 @@ def estimate(
     \b
     autopar estimate llama-3-8b/ --cluster h100-sxm:8x8 --batch 1024 --seq 8192 --dtype bfloat16
     """
-    workload = Workload(global_batch=batch, seq_len=seq, optimizer=optimizer, param_dtype=dtype)
+    mode = "infer" if infer else "train"
+    workload = Workload(global_batch=batch, seq_len=seq, optimizer=optimizer, param_dtype=dtype, mode=mode)
     _, found = _find(model, cluster, workload, hints, search_seconds, compile)
     chosen = Alternative(
         found.degrees,
