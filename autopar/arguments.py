@@ -119,7 +119,12 @@ def one_batch(
         batch = workload.global_batch or DEFAULT_SEQUENCES * world_size
         seq_len = workload.seq_len or max(workload.pad_to or (default_seq_len(model),))
         workload = replace(workload, global_batch=batch, seq_len=seq_len)
-        return workload, (), dict(example_batch(model, batch, seq_len))
+        if workload.mode == "infer" and decodes(model):
+            return workload, (), decoding_batch(model, batch, seq_len, workload.precision)
+        found = dict(example_batch(model, batch, seq_len))
+        if workload.mode == "infer":
+            del found["labels"]
+        return workload, (), found
     args, kwargs = _arguments(example_inputs)
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim() > 0]
     if not tensors:

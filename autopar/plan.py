@@ -151,7 +151,8 @@ class Plan:
     does. ``decisions`` are what `explain` shows. ``flops`` are the model's in one step by the dtype that they are done
     in, forward and backward, attention whole and without what is made again, as MFU counts them; ``costs`` are those of
     its layers. To infer with a decoder, a step is one token of every sample with a cache of all before it, and
-    ``prefill`` is of prompts as long as that; None for all else. ``what_ifs`` are the answers of `what_if`, where it was asked. All numbers are finite.
+    ``prefill`` is of prompts as long as that; None for all else. ``what_ifs`` are the answers of `what_if`, where it
+    was asked. All numbers are finite.
     """
 
     model: str

@@ -121,6 +121,7 @@ class Traced:
 
     module: fx.GraphModule
     input_spec: pytree.TreeSpec
+    input_constants: dict[int, Any]
     output_spec: pytree.TreeSpec
     output_constants: tuple[tuple[int, Any], ...]
     parameter_aliases: dict[str, str]
@@ -211,9 +212,9 @@ def _trace_context(is_hf: bool, may_pack: bool) -> Iterator[contextlib.ExitStack
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(compiling())
         stack.enter_context(unvalidated())
+        stack.enter_context(kept_in_graph())
         if is_hf:
             stack.enter_context(hf.tracing(may_pack))
-        stack.enter_context(kept_in_graph())
         yield stack
 
 
@@ -266,6 +267,24 @@ def refuse_empty(tensors: Iterable[Tensor]) -> None:
 
 
 @torch.inference_mode(False)
+@torch.no_grad()
+def fake_forward(model: nn.Module, kwargs: dict[str, Any], param_dtype: torch.dtype | None = None) -> Any:
+    """What a transformers model returns for ``kwargs``, as tensors without values. Raises CaptureError."""
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    clone = _clone(model, mode, param_dtype)
+    hf.prepare(clone)
+    clone.eval()
+    with mode, _trace_context(True, False):
+        fakes = pytree.tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), kwargs)
+        try:
+            return clone(**fakes)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise _failure(model, error) from error
+
+
+@torch.inference_mode(False)
 @torch.enable_grad()  # the first forward for a shape may be one of an evaluation loop under no_grad
 def trace(
     model: nn.Module,
@@ -275,6 +294,7 @@ def trace(
     training: bool | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
     param_dtype: torch.dtype | None = None,
+    gradients: bool = True,
 ) -> Traced:
     """Trace ``model(*args, **kwargs)`` with its backward.
 
