@@ -22,6 +22,7 @@ _WORDS = {
     "gradients": "as they rest",
     "optimizer": "state of the optimizer",
     "activations": "kept from forwards to backwards",
+    "cache": "keys and values that a generation keeps",
     "copies": "whole copies of parameters, and gradients that are summed up whole",
     "transients": "what lives shortly at that moment",
     "workspace": "context of the device, buffers of its libraries",
@@ -109,7 +110,7 @@ def _rows(plan: Plan, limit: int) -> Iterator[Markup]:
             tag("th", swatch(_colour(kind)), kind, scope="row"),
             cell(bytes_text(at_peak), "n"),
             cell(share_text(at_peak / limit), "n"),
-            cell(bytes_text(plan.memory.get(kind, 0)), "n"),
+            cell(bytes_text(plan.memory[kind]) if kind in plan.memory else "", "n"),
             cell(_WORDS.get(kind, ""), "quiet"),
         )
     yield tag(

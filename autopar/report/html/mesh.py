@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from autopar.cluster import Cluster, Group
 from autopar.report.html.markup import Markup, cell, grid, number, section, tag
 from autopar.report.units import bytes_text, seconds_text
-from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, REPLICATE_AXIS, TENSOR_AXIS
+from autopar.sharding.axes import BATCH_AXES, CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, REPLICATE_AXIS, TENSOR_AXIS
 
 if TYPE_CHECKING:
     from autopar.plan import Collective, Plan
@@ -29,6 +29,10 @@ _SPLITS = {
     CONTEXT_AXIS: "every sequence",
     TENSOR_AXIS: "the work inside of layers",
 }
+
+
+_COLOURS = {PIPELINE: "pp", REPLICATE_AXIS: "replicate", DATA_AXIS: "dp", EXPERT_AXIS: "ep", CONTEXT_AXIS: "cp",
+            TENSOR_AXIS: "tp"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,19 @@ def mesh(plan: Plan) -> Markup:
         f"{hosts} of {cluster.devices_per_host} devices; ranks are numbered host by host. Every axis "
         "shows the ranks that communicate with rank 0 on it, and what they send; the other ranks form groups like "
         "theirs."
-    )
+    ) + _of_batch(plan)
     if not axes:
         return section("mesh", "The mesh", "One rank, which communicates with nobody.")
     return section("mesh", "The mesh, and what its axes carry", lead, [_card(plan, cluster, axis) for axis in axes])
+
+
+def _of_batch(plan: Plan) -> str:
+    """What the degree dp is made of where several axes split the batch."""
+    parts = [name for name in BATCH_AXES if name in plan.mesh.names]
+    if len(parts) == 1:
+        return ""
+    product = " x ".join(f"{name} {plan.mesh.degree(name)}" for name in parts)
+    return f" The degree dp {plan.degrees[DATA_AXIS]} of the plan is {product}."
 
 
 def _card(plan: Plan, cluster: Cluster, axis: Axis) -> Markup:
@@ -146,7 +159,7 @@ def _drawing(cluster: Cluster, axis: Axis) -> Markup:
         height=height,
         role="img",
         aria_label=f"{axis.name}: a group of {axis.size} {where}, every {axis.stride}. rank",
-        class_=f"mesh a-{axis.name.split('+')[0].split('_')[0]}",
+        class_=f"mesh a-{_COLOURS.get(axis.name, 'several')}",
     )
 
 

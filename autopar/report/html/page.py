@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 #: Parts of the page with the words that lead to them.
 _PARTS = {
     "step": ("Step", breakdown),
+    "timeline": ("Timeline", timeline),
     "memory": ("Memory", memory),
     "mesh": ("Mesh", mesh),
-    "timeline": ("Timeline", timeline),
     "what-if": ("What if", what_ifs),
     "alternatives": ("Runner-ups", alternatives),
     "layers": ("Layers", layers),
