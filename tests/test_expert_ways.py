@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_distributed import ROOT, assert_all_ok, torchrun
 from test_experts import expert_pieces, verified
 from zoo import MIXTURES
 
@@ -41,6 +42,11 @@ SPREAD: dict[str, tuple[int, autopar.Hints]] = {
     "dp2-tp2": (4, autopar.Hints(dp=2, tp=2, ep=4, pp=1)),
     "cp2-dp2": (4, autopar.Hints(cp=2, dp=2, ep=4, pp=1)),
 }
+
+
+FAMILIES = ("mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss")
+#: What `dist/expert_ways.py` runs, by the number of processes.
+PLANS: dict[int, tuple[str, ...]] = {2: (), 4: ("dp=2, ep=2, tp=2", "ep=4, gathered"), 8: ("dp=4, ep=2, tp=2",)}
 
 
 def mixture(name: str) -> tuple[Any, dict[str, Any]]:
@@ -126,3 +132,11 @@ def test_the_faster_way_is_taken() -> None:
 
     assert "all_to_all" not in planned(8, 2)
     assert "all_to_all" in planned(1, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_families_on_real_processes(processes: int) -> None:
+    names = [f"{name}, {plan}" for plan in PLANS[processes] for name in FAMILIES]
+    names += {2: ["compiled"], 4: ["balanced", "biased"]}.get(processes, [])
+    assert_all_ok(torchrun(processes, ROOT / "tests/dist/expert_ways.py", timeout=2400.0), processes, names)
