@@ -4,7 +4,9 @@
     python benchmarks/step_time.py --json out.json        # rows with name, ratio, low, high, collectives of both
     python benchmarks/step_time.py --cases ddp-2 fsdp-2   # some cases; --list names all
 
-Every case starts its own Gloo processes. Both programs train the same Llama on the same batch; forward and backward of
+Every case starts its own Gloo processes. Both programs train the same Llama on the same batch (``moe``: a Mixtral, with
+its experts spread over the ranks of the data; ``long``: one sequence of 2,048 tokens, split, with heads split inside
+attention: `by_hand_spread`); forward and backward of
 one are timed right after those of the other, in alternating order, from a barrier to the last rank's end. A ratio is
 the median over pairs of autopar's time over PyTorch's, with a bootstrap interval of 95 %; ``cpu`` is the same of the
 CPU seconds that rank 0 takes, which other programs on the machine disturb less. Collectives are counted in one step of
@@ -35,6 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import by_hand_spread as spread
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -213,12 +216,15 @@ def pipeline(compiled: bool, *, kind: Any) -> tuple[nn.Module, Step]:
 
 @dataclass(frozen=True)
 class Case:
-    """One parallelism on so many processes: by hand, and the hints that ask autopar for it."""
+    """One parallelism on so many processes: by hand, and the hints that ask autopar for it; of ``build()`` on
+    ``given()``."""
 
     processes: int
     by_hand: Callable[[bool], tuple[nn.Module, Step]]
     hints: Hints
     compiled: bool = False
+    build: Callable[[], nn.Module] = llama
+    given: Callable[[], dict[str, Tensor]] = batch
 
 
 def cases() -> dict[str, Case]:
@@ -235,6 +241,11 @@ def cases() -> dict[str, Case]:
         for name, kind in (("1f1b", pipelining.Schedule1F1B), ("gpipe", pipelining.ScheduleGPipe)):
             hints = Hints(pp=n, schedule=name, micro_batch_size=SAMPLES // MICRO_BATCHES)
             found[f"{name}-{n}"] = Case(n, partial(pipeline, kind=kind), hints)
+    for n in (2, 4):
+        experts = Hints(dp=n, ep=n, zero=0)
+        found[f"moe-{n}"] = Case(n, spread.moe, experts, build=spread.mixtral, given=spread.short_batch)
+        heads = Hints(cp=n, zero=0, attention="heads")
+        found[f"long-{n}"] = Case(n, spread.ulysses, heads, build=spread.long_llama, given=spread.long_batch)
     for name in ("eager-1", "ddp-2", "fsdp-2", "fsdp-no-reshard-2", "tp-2"):
         found[f"{name}-compiled"] = replace(found[name], compiled=True)
     return found
@@ -324,8 +335,8 @@ def _traffic(model: nn.Module, step: Step) -> Traffic:
 def measure(name: str, case: Case) -> Row:
     """Time one case in this process group; every rank gets rank 0's row."""
     theirs, their_step = case.by_hand(case.compiled)
-    mine: Any = autopar.parallelize(llama(), hints=case.hints, example_inputs=batch(), compile=case.compiled)
-    own = batch()
+    own = case.given()
+    mine: Any = autopar.parallelize(case.build(), hints=case.hints, example_inputs=own, compile=case.compiled)
     my_step = _step(mine, own) if mine.plan.schedule is None else lambda: mine.train_step(**own)
     losses = [float(step()) for step in (my_step, their_step)]
     for _ in range(WARM_UP):
