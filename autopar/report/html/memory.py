@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autopar.plan import Plan
 
 #: The colours of kinds; what is not here has that of ``other``.
-KINDS = ("parameters", "gradients", "optimizer", "activations", "copies", "transients", "workspace", "slack")
+KINDS = ("parameters", "gradients", "optimizer", "activations", "cache", "copies", "transients", "workspace", "slack")
 _WORDS = {
     "parameters": "as they rest",
     "gradients": "as they rest",

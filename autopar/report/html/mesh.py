@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autopar.cluster import Cluster, Group
-from autopar.report.html.markup import Markup, cell, grid, number, section, tag
+from autopar.report.html.markup import Markup, cell, grid, joined, number, section, tag
 from autopar.report.units import bytes_text, seconds_text
 from autopar.sharding.axes import BATCH_AXES, CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, REPLICATE_AXIS, TENSOR_AXIS
 
@@ -113,7 +113,7 @@ def _link(cluster: Cluster, axis: Axis) -> str:
     group, device = axis.group, cluster.device
     inside = f"{group.intra.name}, {group.intra.bandwidth / 1e9:.4g} GB/s a device"
     if group.inter is None:
-        whole = "one host" if cluster.devices_per_host >= group.size else "what one NVLink domain joins"
+        whole = "one host" if axis.size * axis.stride <= cluster.devices_per_host else "what one scale-up link joins"
         return f"Inside of {whole}: {inside}."
     network = f"{group.inter.name}, {group.inter.bandwidth / 1e9:.4g} GB/s a device"
     where = "domains" if device.scale_up_spans_hosts else "hosts"
@@ -124,7 +124,9 @@ def _link(cluster: Cluster, axis: Axis) -> str:
 
 def _carried(axis: Axis) -> Markup:
     if not axis.collectives:
-        return tag("p", "Carries nothing in this step.", class_="quiet")
+        last = "The rank that waits least has the last stage: it sends nothing on, and back what it gets."
+        words = last if axis.name == PIPELINE else "Carries nothing in this step."
+        return tag("p", words, class_="quiet")
     rows = [
         tag(
             "tr",
@@ -137,7 +139,9 @@ def _carried(axis: Axis) -> Markup:
         for c in axis.collectives
     ]
     header = (("collective", ""), ("of", ""), ("a step", "n"), ("sent by a rank", "n"), ("time", "n"))
-    return grid(header, [tag("tbody", rows)], f"Collectives over {axis.name} in one step")
+    table = grid(header, [tag("tbody", rows)], f"Collectives over {axis.name} in one step")
+    back = tag("p", "Sent on to the stages that follow; as much comes back.", class_="quiet")
+    return joined([table, back if axis.name == PIPELINE else None])
 
 
 def _drawing(cluster: Cluster, axis: Axis) -> Markup:

@@ -109,7 +109,8 @@ def timeline(plan: Plan) -> Markup:
     names = [(_COLOURS[kind], _WORDS[kind]) for kind in ("F", "B", "I", "W", "optimizer") if kind in kinds]
     names.append(("exposed", "exposed communication"))
     lead = (
-        f"{plan.num_micro_batches} micro-batches, every rank from left to right; numbers are those of micro-batches. "
+        f"{plan.num_micro_batches} micro-batch{'es' if plan.num_micro_batches > 1 else ''}, every rank from left to "
+        "right; numbers are those of micro-batches. "
         "What a rank waits for communication in an action is drawn at the end of the action."
     )
     if len(rows) > 1:
