@@ -14,7 +14,7 @@ from test_distributed import ROOT
 
 DOCS = ROOT / "docs"
 #: Pages whose blocks run.
-PAGES = ["extending.md", "inference.md", "training.md", "tutorial.md", "verify.md"]
+PAGES = ["extending.md", "hints.md", "inference.md", "trainer.md", "training.md", "tutorial.md", "verify.md"]
 #: Pages with blocks of which none can run here, or whose examples another test produces.
 OTHERS = ["cli.md", "errors.md", "planning.md"]
 

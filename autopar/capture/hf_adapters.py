@@ -43,7 +43,7 @@ def read_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> dict[s
     """What `save_adapters` wrote, whole, by the names in ``model``. KeyError for another adapter's."""
     from peft.utils import load_peft_weights
 
-    found = {}
+    found: dict[str, Tensor] = {}
     for adapter, names in adapter_names(model).items():
         folder = os.path.join(directory, adapter) if adapter != "default" else os.fspath(directory)
         stored = load_peft_weights(folder, device="cpu")

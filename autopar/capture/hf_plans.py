@@ -44,7 +44,7 @@ def styles(model: nn.Module) -> dict[str, str]:
         prefix = f"{base}." if base and hasattr(inner, base) else ""
         for pattern, style in (getattr(text_config(inner), "base_model_tp_plan", None) or {}).items():
             found[prefix + pattern] = style
-        found.update(type(inner)._tp_plan or {})  # type: ignore[arg-type]
+        found.update(getattr(type(inner), "_tp_plan", None) or {})
     if not found:
         raise HintError(
             f"{type(inner).__name__} has no tensor parallel plan of transformers.",

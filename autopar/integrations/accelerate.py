@@ -87,6 +87,9 @@ class AutoparAccelerator(OneProcess):
     InputError for other models, and for arguments that would do again what a plan does.
     """
 
+    _models: list[Any]
+    _optimizers: list[Any]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         for name, instead in _INSTEAD.items():
             if kwargs.get(name) not in (None, "no"):
@@ -154,7 +157,7 @@ class AutoparAccelerator(OneProcess):
         """`ParallelModule.save_pretrained`."""
         model.save_pretrained(save_directory, max_shard_size=max_shard_size)
 
-    def save_state(self, output_dir: str | None = None, **kwargs: Any) -> str:  # type: ignore[override]
+    def save_state(self, output_dir: str | None = None, **kwargs: Any) -> str:
         """As accelerate does; modules and optimizers are written by all ranks together. Returns the directory."""
         with self._without_modules() as pairs:
             found = str(super().save_state(output_dir, **kwargs))
@@ -162,7 +165,7 @@ class AutoparAccelerator(OneProcess):
             save_state(Path(found) / f"module_{i}", model, optimizers)
         return found
 
-    def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:  # type: ignore[override]
+    def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:
         """What `save_state` wrote, under this plan or another. WeightsError for a state of another kind."""
         if input_dir is None:
             raise InputError(

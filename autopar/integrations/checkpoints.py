@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -34,7 +35,7 @@ def save_state(checkpoint: str | os.PathLike[str], model: ParallelModule, optimi
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier(group=host_group())
-    dcp.save({KEY: TrainingState(model, optimizers, frozen=_keeps_frozen(model))}, checkpoint_id=folder)
+    save({KEY: TrainingState(model, optimizers, frozen=_keeps_frozen(model))}, checkpoint_id=folder)
 
 
 def load_state(checkpoint: str | os.PathLike[str], model: ParallelModule, optimizers: Optimizers) -> bool:
@@ -42,7 +43,7 @@ def load_state(checkpoint: str | os.PathLike[str], model: ParallelModule, optimi
     a run of another kind."""
     if _has_state(checkpoint):
         state = TrainingState(model, optimizers, frozen=_keeps_frozen(model))
-        dcp.load({KEY: state}, checkpoint_id=Path(checkpoint) / FOLDER)
+        load({KEY: state}, checkpoint_id=Path(checkpoint) / FOLDER)
         return True
     if (Path(checkpoint) / _OPTIMIZER_OF_ONE).exists():
         raise WeightsError(
@@ -59,7 +60,7 @@ def load_weights(checkpoint: str | os.PathLike[str], model: ParallelModule) -> N
     model's."""
     if _has_state(checkpoint):
         state = TrainingState(model, frozen=_keeps_frozen(model))
-        dcp.load({KEY: state}, checkpoint_id=Path(checkpoint) / FOLDER)
+        load({KEY: state}, checkpoint_id=Path(checkpoint) / FOLDER)
         return
     own, tree = dict(model.named_parameters()), model._original
     if is_adapted(tree):
