@@ -46,7 +46,7 @@ def _pixels() -> Batch:
     return {"pixel_values": image_batch()["pixel_values"]}
 
 
-def _picture_batch() -> Batch:
+def picture_batch() -> Batch:
     """Texts [batch, 24] with the 16 patches of an image in them, whose labels do not count."""
     ids = torch.randint(3, 60, (BATCH, 24), generator=_generator())
     ids[:, 1:17] = IMAGE
@@ -104,7 +104,7 @@ def _paligemma() -> nn.Module:
 
 
 def _prefix_batch() -> Batch:
-    batch = _picture_batch()
+    batch = picture_batch()
     return {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
 
 
@@ -229,7 +229,7 @@ WIDER_VISION = (
     _built("siglip", "vision", image_batch, _siglip),
 )  # fmt: skip
 WIDER_MIXED = (
-    _built("llava", "vision-language", _picture_batch, _llava),
+    _built("llava", "vision-language", picture_batch, _llava),
     _built("paligemma", "vision-language", _prefix_batch, _paligemma),
     Architecture("ast", model("ASTForAudioClassification", "AST", hidden_size=32, intermediate_size=64,
                               num_hidden_layers=2, num_attention_heads=4, patch_size=4, frequency_stride=4,
@@ -249,9 +249,9 @@ def _qwen2_vl() -> nn.Module:
 
 
 def _grid_batch() -> Batch:
-    """`_picture_batch` with images as rows of patches, and the numbers of patches in a tensor."""
+    """`picture_batch` with images as rows of patches, and the numbers of patches in a tensor."""
     pixels = torch.randn(BATCH * 64, 24, generator=_generator())
-    return {**_picture_batch(), "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 8, 8]] * BATCH)}
+    return {**picture_batch(), "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 8, 8]] * BATCH)}
 
 
 #: What cannot be captured yet, with a `CaptureError` that says why: values decide what is computed.
