@@ -18,6 +18,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+from handwritten import DISPATCH, LOOPS  # noqa: E402
 from models import Case  # noqa: E402
 from plain_models import GRU, LSTM, MOBILENET, RECOMMENDER, RESNET50, UNET, VIT  # noqa: E402
 from zoo import ARCHITECTURES, MINILM, MIXTURES, SPLIT, minilm_folder, split_share  # noqa: E402
@@ -61,6 +62,15 @@ PLAIN_HEAD = """
 
 Own definitions, as one writes them (`tests/plain_models.py`): convolutions, batch norm over the global batch,
 recurrences, embedding tables.
+"""
+EXPERTS_HEAD = """
+## Mixtures of experts in plain PyTorch
+
+Loops over experts that select their tokens by value, in their common spellings (`torch.where`, `nonzero`, masks as an
+index; `index_add_` or `+=`; experts that are skipped without tokens), and one-hot dispatch by einsums with a capacity
+(`tests/handwritten.py`). A loop is traced to the same grouped operators as transformers' mixtures. What an expert may
+do to its rows: linear layers, pointwise operators, splits of the last dim. Anything else (dropout, norms of rows) is a
+`CaptureError` that names the line.
 """
 #: What kind of model each of the plain ones is.
 PLAIN = {
@@ -110,6 +120,7 @@ def main() -> None:
     """Write both tables."""
     models = [*ARCHITECTURES, *MIXTURES, *WIDER, *([MINILM] if minilm_folder() else []), *REFUSED]
     text = HEAD + table("architecture", {m: m.family for m in models}) + PLAIN_HEAD + table("model", PLAIN)
+    text += EXPERTS_HEAD + table("form", dict.fromkeys([*LOOPS, DISPATCH], MIXTURE))
     TARGET.parent.mkdir(exist_ok=True)
     TARGET.write_text(text, encoding="utf-8")
 

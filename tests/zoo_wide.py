@@ -165,9 +165,6 @@ WIDER_MIXTURES = tuple(
         ("qwen3-next", "Qwen3Next", {**HEADS_OF_8, **DELTA, "num_experts": 4, "num_experts_per_tok": 2,
                                      "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}),
     )
-) + (
-    # a loop over experts, which drop nothing
-    _pair("SwitchTransformers", "switch", {**T5, "num_experts": 4, "dropout_rate": 0.0}),
 )  # fmt: skip
 WIDER_LINEAR = (
     Architecture("qwen3.5", model("Qwen3_5ForCausalLM", "Qwen3_5Text", **HEADS_OF_8, **DELTA), causal_batch),
@@ -199,6 +196,7 @@ WIDER_ENCODER_DECODERS = (
         ("blenderbot", "Blenderbot"), ("m2m100", "M2M100"), ("mbart", "MBart"), ("pegasus", "Pegasus"),
         ("plbart", "PLBart"))),
     _pair("Marian", "marian", {**SEQ2SEQ, "pad_token_id": 0, "decoder_start_token_id": 1}, "MTModel"),
+    _pair("SwitchTransformers", "switch", {**T5, "num_experts": 4, "dropout_rate": 0.0}),  # a loop over experts
     *(_pair(kind, name, T5) for name, kind in (("longt5", "LongT5"), ("mt5", "MT5"), ("umt5", "UMT5"))),
 )  # fmt: skip
 WIDER_VISION = (
