@@ -176,7 +176,7 @@ class Estimates:
 
     def _replica(self, cp: int, tp: int, experts: int, lean: bool) -> Replica:
         if lean:
-            return self.replica(cp, tp, experts, False).leaner()
+            return self.replica(cp, tp, experts, False).leaner
         self._asked.append((cp, tp, experts))
         over = f", experts over {experts} of dp" if experts > 1 else ""
         self.line.say(f"solving a replica of cp={cp}, tp={tp}{over}")
@@ -400,9 +400,15 @@ def _pipeline(frame: Frame, estimates: Estimates, e: Estimate) -> Pipeline | Non
     return Pipeline(d.pp, c.schedule, tuple(tuple(row[a:b]) for a, b in itertools.pairwise([*first, len(row)])))
 
 
-def least_memory(estimates: Estimates) -> Found | None:
-    """The plan that needs the fewest bytes, of the candidates that are estimated to; None if none is possible."""
-    return min(small_plans(estimates), key=lambda f: f.needed, default=None)
+def least_memory(estimates: Estimates, enough: float = 0.0) -> Found | None:
+    """The plan that needs the fewest bytes, of the candidates that are estimated to, or the first that needs no more
+    than ``enough``; None if none is possible."""
+    least: Found | None = None
+    for found in small_plans(estimates):
+        least = found if least is None or found.needed < least.needed else least
+        if least.needed <= enough:
+            break
+    return least
 
 
 def small_plans(estimates: Estimates, budget: float = math.inf) -> Iterator[Found]:

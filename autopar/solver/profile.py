@@ -147,6 +147,7 @@ class Replica:
         """Into how many micro-batches the batch is cut."""
         return max(1, self.batch // (samples * self.experts))
 
+    @functools.cached_property
     def leaner(self) -> Replica:
         """The same replica solved so that a tenth of the memory is worth `LEAN` of the time: norms and what is around
         them are then split along the sequence, as Megatron's sequence parallelism does. Itself if nothing changes."""

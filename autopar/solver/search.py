@@ -30,7 +30,7 @@ from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.constraints import check_constraints
 from autopar.solver.estimate import Estimate
 from autopar.solver.microbatches import loss_place
-from autopar.solver.outer import CONTEXT_TOKENS, HOPELESS, Estimates, Found, Frame, Solver, least_memory, small_plans
+from autopar.solver.outer import CONTEXT_TOKENS, Estimates, Found, Frame, Known, Solver, least_memory, small_plans
 from autopar.solver.parts import forwards_first, runs_in_parts, why_whole
 from autopar.solver.pipeline import hinted, units
 from autopar.solver.setting import Setting, is_sharded
@@ -67,32 +67,44 @@ def search(
     hints: Hints,
     compiled: bool = False,
     seconds: float | None = None,
+    known: Known | None = None,
 ) -> Plan:
     """The fastest plan that fits, of graphs that are ``compiled`` or run operator by operator. After ``seconds`` the
-    best so far is taken. Raises HintError, MicroBatchError and InfeasibleError."""
-    frame = make_frame(captured, cluster, workload, hints, compiled)
+    best so far is taken. What is ``known`` already is shared with other searches of the same model, cluster and
+    workload. Raises HintError, MicroBatchError and InfeasibleError."""
+    frame = make_frame(captured, cluster, workload, hints, compiled, known)
     with progress() as line:
         return _Search(model, frame, workload, seconds, line).plan()
 
 
 @collecting_later()
-def has_plan(captured: Captured, cluster: Cluster, workload: Workload, hints: Hints, compiled: bool = False) -> bool:
+def has_plan(
+    captured: Captured,
+    cluster: Cluster,
+    workload: Workload,
+    hints: Hints,
+    compiled: bool = False,
+    known: Known | None = None,
+) -> bool:
     """Whether `search` finds a plan: whether one of those that need the fewest bytes fits. Which one would be fastest
     is not asked, so the answer takes a small part of the time."""
     with progress() as line:
         try:
-            frame = make_frame(captured, cluster, workload, hints, compiled)
-            small = small_plans(Estimates(frame, line), HOPELESS * frame.budget)
+            frame = make_frame(captured, cluster, workload, hints, compiled, known)
+            small = small_plans(Estimates(frame, line), frame.budget)
             return any(f.needed <= frame.budget for f in small)
         except (HintError, InfeasibleError):
             return False
 
 
-def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: Hints, compiled: bool) -> Frame:
+def make_frame(
+    captured: Captured, cluster: Cluster, workload: Workload, hints: Hints, compiled: bool, known: Known | None = None
+) -> Frame:
     """What a search is for. HintError for hints that cannot be kept, whatever is chosen besides."""
+    known = known or Known()
     shapes = {name: p.spec.shape for p in captured.parameters for name in (p.name, *p.aliases)}
     check_hints(hints, cluster.size, shapes)
-    operators = read(captured, imbalance=workload.expert_imbalance)
+    operators = known.operators = known.operators or read(captured, imbalance=workload.expert_imbalance)
     check_constraints(operators, hints)
     zero = Zero(hints.zero, hints.reshard_after_forward is not False)
     setting = Setting(captured, operators, cluster, workload.optimizer, hints.recompute or "none", zero, compiled)
@@ -124,7 +136,7 @@ def make_frame(captured: Captured, cluster: Cluster, workload: Workload, hints: 
     length = 1 if captured.caches else workload.seq_len or 1  # a step of a generation has one token to split
     limits = Limits(batch, length, len(row), parts, stages, experts, blocks or None, setting.forwards_first)
     budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
-    return Frame(setting, hints, hint_pins(captured, hints), limits, budget)
+    return Frame(setting, hints, hint_pins(captured, hints), limits, budget, known)
 
 
 def _backwards_wait(schedule: str) -> HintError:
@@ -240,7 +252,7 @@ class _Search:
         free = None
         if self.frame.hints.to_dict().keys() - {"memory_limit"}:
             frame = replace(self.frame, hints=Hints(), pins=hint_pins(self.frame.setting.captured, Hints()))
-            free = least_memory(Estimates(frame, self.line))
+            free = least_memory(Estimates(frame, self.line), self.frame.budget)
         raise _no_plan(self.frame, least, free)
 
 
