@@ -261,7 +261,8 @@ def test_ways_that_are_refused(changes: dict[str, Any], found: str) -> None:
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "parts"), [
-    (2, ["llamas", "trained"]), (4, ["llamas", "trained"]), (2, ["pieces", "refused", "smollm2"]), (4, ["kinds"]),
+    (2, ["llamas", "trained"]), (4, ["llamas", "trained"]), (2, ["pieces", "refused", "smollm2"]),
+    (4, ["kinds", "pieces"]), (2, ["pretrained"]),
 ])  # fmt: skip
 def test_processes_generate_what_one_does(processes: int, parts: list[str]) -> None:
     """tp 2, and dp 2 x tp 2."""

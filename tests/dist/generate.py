@@ -1,13 +1,15 @@
 """torchrun generate.py PART...: generation over real processes, token for token what one process generates.
 
-Everything is in float64, so that no two logits come so near that their order is a matter of rounding.
+All but what is pretrained is in float64, so that no two logits come so near that their order is a matter of rounding.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ import autopar
 from autopar import Hints, Workload
 from autopar.errors import InputError, RuntimeFailure
 from autopar.runtime.reference import exact_float64
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 BATCH, PROMPT, CONTEXT = 4, 7, 40
 #: Of the same length for every prompt: no token ends an answer.
@@ -174,12 +178,27 @@ def smollm2() -> None:
     say("ok smollm2")
 
 
+def pretrained() -> None:
+    """SmolLM2-135M-Instruct itself, in float32, on prompts of other lengths."""
+    import smollm2 as example
+
+    truth, tokenizer = example.load_model().eval(), example.load_tokenizer()
+    tokenizer.padding_side = "left"
+    questions = ["The capital of France is", "Water boils at", "Once upon a time, in a small village", "2 + 2 ="]
+    batch = dict(tokenizer(questions, return_tensors="pt", padding=True))
+    mine = split(truth)
+    assert mine.plan.memory["cache"] == 2 * 30 * BATCH * CONTEXT * 3 * 64 * 4 // dist.get_world_size()
+    check("greedy", mine, truth, **batch, max_new_tokens=20)
+    check("sampling", mine, truth, **batch, do_sample=True, max_new_tokens=12)
+    say("ok pretrained")
+
+
 def main() -> None:
     """Run the parts that are asked for."""
     join()
-    parts = {part.__name__: part for part in (llamas, trained, kinds, pieces, refused, smollm2)}
-    with exact_float64():
-        for name in itertools.islice(sys.argv, 1, None):
+    parts = {part.__name__: part for part in (llamas, trained, kinds, pieces, refused, smollm2, pretrained)}
+    for name in itertools.islice(sys.argv, 1, None):
+        with contextlib.nullcontext() if name == "pretrained" else exact_float64():
             parts[name]()
     dist.destroy_process_group()
 
