@@ -121,5 +121,5 @@ def _keeps_experts(node: fx.Node) -> bool:
         ndim = node.meta["val"].dim()
         return all(dim % ndim for dim in node.args[1:])
     if node.target in _VIEWS:
-        return bool(node.meta["val"].shape[0] == node.args[0].meta["val"].shape[0])
+        return bool(node.meta["val"].shape[0] == node.all_input_nodes[0].meta["val"].shape[0])
     return node.target in _POINTWISE or node.target is aten.add.Tensor
