@@ -135,11 +135,21 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     return _StridedShard(dim, split_factor=split_factor)
 
 
-def compile_graph(module: Any, inputs: list[torch.Tensor]) -> Any:
-    """What Inductor makes of a graph of ATen operators for inputs like these; takes them and returns its outputs."""
-    from torch._inductor.compile_fx import compile_fx
+def compile_graph(module: Any, inputs: list[torch.Tensor], name: str) -> Any:
+    """What Inductor makes of a graph of ATen operators for inputs like these; takes them and returns its outputs.
 
-    return compile_fx(module, inputs)
+    Of the processes of a host one at a time compiles what is called ``name``; the others find it in Inductor's cache,
+    which takes in only what is compiled under an environment of shapes, also where all are static.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.codecache import get_lock_dir
+    from torch._inductor.compile_fx import compile_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils._filelock import FileLock
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+    with FileLock(f"{get_lock_dir()}/autopar-{name}.lock"), tracing(TracingContext(mode)):
+        return compile_fx(module, inputs)
 
 
 def default_store() -> Any:

@@ -19,7 +19,7 @@ tokens; theirs return the loss of their own samples. Nothing else can carry it: 
 before its backward, and after the loss no forward communicates. (DDP broadcasts the model's buffers instead, which here
 follow from its configuration.) A pipeline broadcasts the loss from its last stage; theirs has it on the ranks of the
 last stage alone. That all ranks were given alike batches is compared in the first steps, when shapes or modes change,
-and every hundredth step, before the forward, by one more collective of two integers.
+and every hundredth step, before the forward, by one more collective of two integers (with local batches in each).
 """
 
 from __future__ import annotations
@@ -199,6 +199,8 @@ def pipeline(compiled: bool, *, kind: Any) -> tuple[nn.Module, Step]:
     """`torch.distributed.pipelining` with a schedule of ``kind``, one stage a rank."""
     rank, n = dist.get_rank(), dist.get_world_size()
     model = Piece(llama(), rank, n)
+    if compiled:
+        model.compile()
     stage = pipelining.PipelineStage(model, rank, n, torch.device("cpu"))
     schedule = kind(stage, MICRO_BATCHES, loss_fn=next_token_loss)
 
@@ -246,7 +248,7 @@ def cases() -> dict[str, Case]:
         found[f"moe-{n}"] = Case(n, spread.moe, experts, build=spread.mixtral, given=spread.short_batch)
         heads = Hints(cp=n, zero=0, attention="heads")
         found[f"long-{n}"] = Case(n, spread.ulysses, heads, build=spread.long_llama, given=spread.long_batch)
-    for name in ("eager-1", "ddp-2", "fsdp-2", "fsdp-no-reshard-2", "tp-2"):
+    for name in ("eager-1", "ddp-2", "fsdp-2", "fsdp-no-reshard-2", "tp-2", "fsdp-tp-4", "1f1b-2", "gpipe-2"):
         found[f"{name}-compiled"] = replace(found[name], compiled=True)
     return found
 

@@ -160,7 +160,7 @@ def test_a_deeper_model_has_no_other_segments(hints: Hints) -> None:
 def test_no_compiler_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One error at parallelize, with what is missing, not at the first step."""
 
-    def fails(module: Any, inputs: Any) -> Any:
+    def fails(module: Any, inputs: Any, name: str) -> Any:
         raise RuntimeError("g++: command not found\nmore")
 
     compiled.check_compiler.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +37,8 @@ class Segment:
         key = (self.text, *((t.shape, t.stride(), t.dtype, t.device) for t in inputs))
         if key not in _made:
             with torch.no_grad():
-                _made[key] = compile_graph(self.module, list(inputs))
+                name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+                _made[key] = compile_graph(self.module, list(inputs), name)
         return _made[key]
 
 
@@ -54,7 +56,7 @@ def check_compiler(device_type: str) -> None:
     example = torch.zeros(8, device=device_type)
     try:
         with torch.no_grad():
-            compile_graph(fx.GraphModule(torch.nn.Module(), graph), [example])(example)
+            compile_graph(fx.GraphModule(torch.nn.Module(), graph), [example], "trial")(example)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CompilerError(

@@ -57,9 +57,12 @@ class Programs:
     agreed: tuple[Any, ...] | None = None
     #: Names of process groups, by axis.
     groups: dict[str, str] = field(init=False)
+    #: Those of ``model``: to walk through its modules in every call takes a millisecond.
+    parameters: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
         self.groups = group_names(self.device_mesh, self.plan.mesh)
+        self.parameters = list(self.model.parameters())
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
         """The program of a forward and its backward."""
@@ -93,18 +96,19 @@ class Programs:
         """What ``load`` makes for a batch's shapes, or has made before. RuntimeFailure if ranks ask for different
         things.
 
-        A rank that is to run once more what all ranks ran in the call before does not ask them about it.
+        A rank that is to run on a global batch what all ranks ran in the call before does not ask them about it. Local
+        batches can be of other sizes on some ranks at the end of an epoch, and are always asked about.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        frozen = tuple(p.requires_grad for p in self.model.parameters())
+        frozen = tuple(p.requires_grad for p in self.parameters)
         casts = autocast_state(self.device_mesh.device_type)
         key = (what, str(spec), repr(shapes), self.model.training, frozen, self.counts, casts)
         entry = CacheEntry(tuple(tuple(t.shape) for t in batch_tensors(args, kwargs)), self.model.training)
         kept = "kept" if key in self.cache else "not made yet"
         modes = f"{what}, training={self.model.training}, gradients={torch.is_grad_enabled()}, {casts}, program {kept}"
         asked = (key, torch.is_grad_enabled())
-        is_known, self.agreed = asked == self.agreed, None
+        is_known, self.agreed = asked == self.agreed and self.inputs == "global", None
         self._check_batch(args, kwargs, modes, is_known)
         found = self.cache.take(key, entry, lambda: load(args, kwargs))
         self.agreed = asked if _has_loss(found) else None

@@ -54,12 +54,26 @@ def later_batch_shapes() -> None:
     model(**tokens(8 if dist.get_rank() != 1 else 4, 8))
 
 
+class Comparisons(TorchDispatchMode):
+    """Counts how often ranks compare what they are given. What programs reduce goes through functional collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.c10d.allreduce_.default
+        return func(*args, **(kwargs or {}))
+
+
 def much_later_batch_shapes() -> None:
     """Rank 1 has another batch in a step in which ranks do not compare batches any more; it asks, rank 0 computes."""
     failure.GRACE = 2.0
     model = parallel()
-    for _ in range(CONTENTS_FIRST + 1):
-        model(**tokens(8, 8)).loss.backward()
+    for call in range(CONTENTS_FIRST + 2):
+        with Comparisons() as comparisons:
+            model(**tokens(8, 8)).loss.backward()
+        assert comparisons.count == int(call < CONTENTS_FIRST), (call, comparisons.count)
     model(**tokens(8 if dist.get_rank() != 1 else 4, 8))
 
 

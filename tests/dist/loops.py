@@ -316,16 +316,18 @@ def local() -> None:
 
 
 def differing() -> None:
-    """Ranks whose batches, or modes, differ are told so, each time and on every rank; then the loop goes on."""
+    """Ranks whose batches, or modes, differ are told so, each time and on every rank; then the loop goes on. (After
+    steps of one batch that no rank compares any more they end: ``failures.py``.)"""
     model, reference = pair()
     last = dist.get_world_size() - 1
     mine = dist.get_rank() == last
+    compare(model, reference, step_of(model, reference, tokens(4, 8)))
     for _ in range(2):
-        compare(model, reference, step_of(model, reference, tokens(4, 8)))
         refused(f"ranks [{last}] passed another batch than rank 0", lambda: model(**tokens(2 if mine else 4, 8)))
         model.train(not mine)
         refused("training=False", lambda: model(**tokens(4, 8)))
         model.train()
+    compare(model, reference, step_of(model, reference, tokens(4, 8)))
 
 
 def bucketed() -> None:
