@@ -7,7 +7,9 @@ order, which is how ranks follow one another (Megatron's parallel folding). Only
   these ranks; nothing hides it, unless one micro-batch computes beside it; on arrival they are sorted, in one pass;
 * DeepEP sends a token once to every host that has one of its experts;
 * Transformer Engine's GroupedLinear multiplies every expert's rows by a product of its own (on Hopper, cuBLAS on a few
-  streams), so that the tiles of one do not fill the last round of another's.
+  streams), so that the tiles of one do not fill the last round of another's. Those that add up the gradients of weights
+  have few rounds and as short contractions as an expert has rows: the sums are read and written when tiles end, all at
+  about the same time, when no tensor core works.
 
 Routing is even: published runs force it to be, or say that they do not.
 """
@@ -25,8 +27,9 @@ from autopar.cost_model.communication import collective_seconds
 from autopar.cost_model.compute import Work, stream_seconds
 from autopar.cost_model.simulate import COMPUTE, Task
 from autopar.cost_model.step import Program, Repeated, Timing
+from autopar.sharding.assignment import result_layouts
 from autopar.sharding.axes import EXPERT_AXIS
-from autopar.sharding.operators import Operators
+from autopar.sharding.operators import Operators, Value
 from autopar.solver.actions import StageWork
 from autopar.solver.space import Space
 from autopar.solver.staged import Stages, priced_once
@@ -36,7 +39,16 @@ from published.plans import Configuration
 EXCHANGE = "ep"
 
 _DISPATCH, _COMBINE = torch.ops.autopar.dispatch.default, torch.ops.autopar.combine.default
-_PRODUCTS = (torch.ops.autopar.grouped_mm.default, torch.ops.autopar.grouped_outer.default)
+#: Products with experts, and those of them that make gradients of weights.
+_SUMMED = frozenset({torch.ops.autopar.grouped_outer.default, torch.ops.autopar.gated_outer.default})
+_PRODUCTS = frozenset(
+    {
+        torch.ops.autopar.grouped_mm.default,
+        torch.ops.autopar.gated_mm.default,
+        torch.ops.autopar.gated_mm_backward.default,
+        *_SUMMED,
+    }
+)
 #: What rows begin and end with, and what is in between and reads the router's choice.
 _OF_ROWS = frozenset(
     {
@@ -101,12 +113,21 @@ def without_exchange(work: StageWork, operators: Operators) -> StageWork:
     return replace(work, issues=[i for i in work.issues if i.purpose != "activations" or not of_rows(i.reader)])
 
 
-def product_seconds(stages: Stages) -> dict[fx.Node, float]:
-    """Seconds of the products with experts, every expert's one by one."""
+def product_seconds(stages: Stages, summed: int = 0) -> dict[fx.Node, float]:
+    """Seconds of the products with experts, every expert's one by one; those that make gradients add them to sums of so
+    many bytes an element."""
     own = [op for op in stages.operators if op.call.target in _PRODUCTS]
     work, places = priced_once(own, stages.operators, stages.assignment, stages.micro_batches)
     seconds = stages.prices.work_seconds([_of_one(w) for w in work]) / [w.times for w in work]
-    return {op.node: float(seconds[i]) for op, i in zip(own, places, strict=True)}
+    found = {op.node: float(seconds[i]) for op, i in zip(own, places, strict=True)}
+    device, mesh = stages.setting.cluster.device, stages.assignment.mesh
+    layouts = result_layouts(stages.operators, stages.assignment)
+    for op in own:
+        if op.call.target in _SUMMED:
+            spec = op.call.results[0]
+            elements = layouts[Value(op.node)].local_bytes(mesh, spec) / spec.dtype.itemsize
+            found[op.node] += stream_seconds(2 * summed * elements, device, kernels=0)
+    return found
 
 
 def _of_one(work: Work) -> Work:

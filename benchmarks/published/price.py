@@ -146,9 +146,7 @@ def price_configuration(
     if inside:
         stages.once.update(loss_seconds(stages))
     if spread is not None:
-        stages.work = [without_exchange(work, operators) for work in stages.work]
-        if spread.apart:
-            stages.once.update(product_seconds(stages))
+        _price_experts(stages, spread, running)
     if running.fused_accumulation:
         stages.once.update(dict.fromkeys(_casts_of_gradients(captured, operators), 0.0))
     timing = stages.timing()
@@ -167,6 +165,15 @@ def price_configuration(
     split = running.sequence_parallel and running.gathered_again and c.tp > 1
     memory = framework_peak(setting, assignment, keep, c.micro_batches, pipeline, running.compiled, split, inside)
     return Priced(simulated.seconds, simulated.breakdown, memory)
+
+
+def _price_experts(stages: Stages, spread: Spread, running: Running) -> None:
+    """Take what the program exchanges out of the stages' work, and price products that are ``apart``."""
+    stages.work = [without_exchange(work, stages.operators) for work in stages.work]
+    if spread.apart:
+        adds_up = running.fused_accumulation and stages.micro_batches > 1
+        gradients = [p.gradient for p in stages.setting.captured.parameters if p.gradient is not None]
+        stages.once.update(product_seconds(stages, gradients[0].meta["val"].dtype.itemsize if adds_up else 0))
 
 
 def _casts_of_gradients(captured: Captured, operators: Operators) -> list[fx.Node]:
