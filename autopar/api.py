@@ -39,10 +39,10 @@ from autopar.runtime.parameters import is_meta
 from autopar.runtime.process import agree, device_type, ensure_process_group
 from autopar.runtime.verify import VerifyReport, compare, real_batch
 from autopar.runtime.weights import load_from
+from autopar.seen import look
 from autopar.solver.carry import shrink
 from autopar.solver.conflict import searched
 from autopar.solver.options import with_decisions
-from autopar.solver.outer import Known
 from autopar.solver.search import has_plan, search
 from autopar.specialize import capture_batch, makers, specialize, specialize_step
 from autopar.workload import Workload
@@ -68,20 +68,29 @@ def plan(
     transformers model that is set to gradient checkpointing asks for ``Hints(recompute="full")``.
     Raises ClusterError, WorkloadError, HintError, CaptureError, InfeasibleError.
     """
+    return _plan(model, cluster, workload, hints, example_inputs, search_seconds, compile)
+
+
+def _plan(
+    model: nn.Module,
+    cluster: Cluster | str,
+    workload: Workload | None,
+    hints: Hints | None,
+    example_inputs: ExampleInputs | None,
+    search_seconds: float | None,
+    compile: bool,
+    again: bool = False,
+) -> Plan:
+    """`plan`; ``again`` for a model that nobody has changed since it was planned last."""
     check_arguments(model, cluster=cluster, workload=workload, hints=hints)
     cluster, hints = Cluster.parse(cluster) if isinstance(cluster, str) else cluster, hints or Hints()
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     check_hints(hints, cluster.size, shapes)
     workload, args, kwargs = one_batch(model, workload or Workload(), example_inputs, cluster.size)
     check_sizes(hints, workload)
-    trains = workload.mode == "train"
-    if trains and hints.recompute is None and recomputes(core(model)):
+    if workload.mode == "train" and hints.recompute is None and recomputes(core(model)):
         hints = replace(hints, recompute="full")
-    captured = capture_batch(
-        model, args, kwargs, None if trains else False, precision=workload.precision, gradients=trains
-    )
-
-    known = Known()
+    captured, known = look(model, args, kwargs, workload, cluster, compile, again)
 
     def find(hints: Hints) -> Plan:
         return search(model, captured, cluster, workload, hints, compile, search_seconds, known)
@@ -185,8 +194,8 @@ def verify(
 
 
 def _answer(model: nn.Module, question: Question) -> Plan:
-    """`plan` for what is asked."""
-    return plan(model, **{field.name: getattr(question, field.name) for field in fields(question)})
+    """`plan` for what is asked, by what is known of the model."""
+    return _plan(model, **{field.name: getattr(question, field.name) for field in fields(question)}, again=True)
 
 
 def _plan_together(

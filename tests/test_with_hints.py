@@ -1,0 +1,52 @@
+"""`Plan.with_hints` asks again by what is known of the model: its graph, and what has been solved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dist.small_models import mlp
+
+import autopar
+from autopar import Hints, Plan, seen
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A name for every graph that is captured."""
+    found: list[str] = []
+    original = seen.capture_batch
+
+    def counted(model: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(type(model).__name__)
+        return original(model, *args, **kwargs)
+
+    monkeypatch.setattr(seen, "capture_batch", counted)
+    return found
+
+
+def planned(model: Any, hints: Hints) -> Plan:
+    return autopar.plan(model, "h100-sxm:1x4", hints=hints, example_inputs=torch.zeros(8, 16))
+
+
+def test_a_graph_is_captured_once(captures: list[str]) -> None:
+    """And the plan is that which a new call finds; a new call captures anew."""
+    model = mlp()
+    plan = planned(model, Hints())
+    again = plan.with_hints(Hints(tp=2)).with_hints(Hints(zero=0))
+    assert captures == ["Sequential"] and again.hints == {"tp": 2, "zero": 0}
+    fresh = planned(model, Hints(tp=2, zero=0))
+    assert captures == ["Sequential"] * 2
+    assert again.to_dict() == fresh.to_dict()
+
+
+def test_a_model_that_has_changed_is_captured_anew(captures: list[str]) -> None:
+    model = mlp()
+    plan = planned(model, Hints(dp=4, zero=0))
+    model[0].requires_grad_(False)
+    frozen = plan.with_hints(Hints(recompute="none"))
+    assert len(captures) == 2 and frozen.memory["gradients"] < plan.memory["gradients"]
+    other = planned(mlp(), Hints(dp=4))
+    plan.with_hints(Hints(tp=1))
+    assert len(captures) == 4 and other.degrees["dp"] == 4
