@@ -32,6 +32,7 @@ from autopar.errors import PlanError
 from autopar.hints import Hints
 from autopar.plan import Collective, LayerCosts, LayerSummary, Plan
 from autopar.replan import Question
+from autopar.report.costs import flops_by_dtype
 from autopar.report.explain import Decision, Option
 from autopar.report.html import framed
 from autopar.report.html.breakdown import exposed_by_axis, lost_by_axis, parts_of
@@ -41,6 +42,8 @@ from autopar.report.html.mesh import axes_of
 from autopar.report.html.timeline import path, segments
 from autopar.report.timeline import simulated
 from autopar.report.what_if import WhatIf, questions
+from autopar.solver.spmd import read
+from autopar.specialize import capture_batch
 from autopar.workload import Workload
 
 VOID = {"meta", "link", "input", "br", "col"}
@@ -424,6 +427,28 @@ def test_costs_of_layers_add_up(planned: tuple[nn.Module, Plan]) -> None:
     assert dict(issued) == {(c.kind, c.axis, c.purpose): c.count for c in plan.collectives} and issued
     kernels = sum(layer.seconds for layer in plan.costs)
     assert kernels == pytest.approx(plan.breakdown["compute"], rel=1e-6)
+
+
+class Attending(nn.Module):
+    """4 heads of 4 features over a batch of vectors of 16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Linear(16, 48, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.parts(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def test_flops_are_those_that_mfu_counts() -> None:
+    """4 samples of 8 vectors. 4 for a parameter and a vector, whose gradient nobody asks for, and 12 s h a vector for
+    attention (Chowdhery et al., 2022, appendix B): that the backward makes its scores again counts for nothing."""
+    with torch.device("meta"):
+        model, x = Attending(), torch.empty(4, 8, 16)
+    operators = read(capture_batch(model, (x,), {}))
+    assert sum(op.flops for op in operators) > 4 * 8 * (4 * 16 * 48 + 12 * 8 * 16)
+    assert flops_by_dtype(operators) == {"float32": pytest.approx(4 * 8 * (4 * 16 * 48 + 12 * 8 * 16))}
 
 
 @pytest.mark.slow

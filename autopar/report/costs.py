@@ -12,22 +12,32 @@ from autopar.capture.blocks import pattern
 from autopar.plan import LayerCosts
 from autopar.report.names import layer_of
 from autopar.sharding.operators import Operator
+from autopar.sharding.rules.attention import ATTENTION
 from autopar.solver.collectives import Issue, totals
 
 if TYPE_CHECKING:
     from autopar.solver.staged import Stages
 
+#: Of the five products that the backward of a fused attention does, one makes its scores again (Dao et al., 2022).
+AGAIN = 1 / 5
+
 
 def flops_by_dtype(operators: Iterable[Operator]) -> dict[str, float]:
     """The FLOPs of the model in one step of the global batch by the dtype that they are done in ("bfloat16"), forward
-    and backward, without what is made again; 2 a multiply-add, attention counted whole where it is causal."""
+    and backward, without what is made again, by the kernels of attention too; 2 a multiply-add, attention counted whole
+    where it is causal."""
     found: dict[str, float] = defaultdict(float)
     for op in operators:
         if op.flops:
             floating = (spec.dtype for spec in op.call.operands if spec.dtype.is_floating_point)
             dtype = next(floating, op.call.results[0].dtype)
-            found[str(dtype).removeprefix("torch.")] += op.flops
+            found[str(dtype).removeprefix("torch.")] += _flops(op)
     return dict(found)
+
+
+def _flops(op: Operator) -> float:
+    """The FLOPs of an operator that the model asks for."""
+    return op.flops * (1 - AGAIN) if op.backward and op.call.target in ATTENTION else op.flops
 
 
 def layer_costs(stages: Stages) -> tuple[LayerCosts, ...]:
@@ -39,7 +49,7 @@ def layer_costs(stages: Stages) -> tuple[LayerCosts, ...]:
     for stage in stages.work:
         for op in stage.operators:
             name = _layer(op.node, modules)
-            flops[name] += op.flops
+            flops[name] += _flops(op)
             seconds[name] += stages.once[op.node] * _times(op, stages)
         for op in stage.again:
             seconds[_layer(op.node, modules)] += stages.once[op.node] * _times(op, stages)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 
 from autopar.errors import PlanError
-from autopar.hints import nearest_names
+from autopar.hint_checks import nearest_names
 from autopar.report.tables import rendered, table
 from autopar.report.units import bytes_text, seconds_text
 from autopar.sharding.layout import Layout
