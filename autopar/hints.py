@@ -8,44 +8,41 @@ else is literal. So ``*`` between dots stands for one path component or several:
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from torch import nn
 
 from autopar.errors import HintError
-from autopar.schedule import ALL_SCHEDULES
-from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, STATE_AXES, TENSOR_AXIS
-from autopar.sharding.recompute import blocks_made_again
-from autopar.sharding.rules.attention import WAYS
+from autopar.hint_checks import (
+    DEGREES,
+    EXPERTS,
+    ZERO_STAGES,
+    check_attention,
+    check_axes,
+    check_contradictions,
+    check_group_divides,
+    check_pipeline,
+    check_recompute,
+    check_zero_group,
+    checked_axes,
+    checked_shard,
+    checked_stages,
+    is_int,
+    nearest_names,
+)
+from autopar.sharding.axes import DATA_AXIS, TENSOR_AXIS
 from autopar.sharding.rules.experts import DISPATCHERS
-
-#: Axes that split tensors, and with that of the pipeline all that ranks are laid out on, outermost first.
-AXES = (DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
-DEGREES = ("pp", *AXES)
-#: Over how many ranks experts are spread: those of other axes, so that it is no factor of the number of ranks.
-EXPERTS = "ep"
-ZERO_STAGES = (0, 1, 2, 3)
 
 _BYTE_UNITS = (
     {"b": 1}
     | {f"{prefix}b": 1000**i for i, prefix in enumerate("kmgt", 1)}
     | {f"{prefix}ib": 1024**i for i, prefix in enumerate("kmgt", 1)}
 )
-
-
-def nearest_names(name: str, known: Iterable[str]) -> str:
-    """What to change, in words: the names closest to ``name``, or the first few where none is close."""
-    names = list(dict.fromkeys(known))
-    if close := difflib.get_close_matches(name, names, n=3, cutoff=0.5):
-        return f"did you mean {' or '.join(close)}?"
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"there are: {', '.join(names[:5]) or 'none'}{more}"
 
 
 def parse_bytes(size: int | str) -> int:
@@ -66,26 +63,6 @@ def parse_bytes(size: int | str) -> int:
     return int(value)
 
 
-def check_recompute(mode: object, blocks: int | None = None) -> None:
-    """HintError unless ``mode`` is a way to recompute, for a model of that many repeated ``blocks`` if given."""
-    try:
-        wanted = blocks_made_again(mode)
-    except ValueError:
-        raise HintError(
-            f"recompute={mode!r} is not available.",
-            expected="none, selective, full, or full:N for the first N blocks alone",
-            found=repr(mode),
-            change=nearest_names(str(mode), ("none", "selective", "full", "full:1")),
-        ) from None
-    if blocks is not None and (1 if wanted is None else wanted) > blocks:
-        raise HintError(
-            f"recompute={mode!r} asks for more repeated blocks than the model has.",
-            expected=f"at most {blocks} blocks" if blocks else "none or selective, for a model without repeated blocks",
-            found=str(mode),
-            change="lower the number" if blocks else 'give recompute="selective", or leave it out',
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Hints:
     """Decisions that the planner must keep; None leaves them to it.
@@ -101,9 +78,10 @@ class Hints:
     instead (Ulysses), as a "ring" in which keys and values go round, or with all of them on every rank ("gather"),
     ``dispatch`` how tokens come to experts that are spread: each to the ranks of its experts alone ("exchange", pieces
     as large as routers make them), or all to all of those ranks ("gather", results summed up, of fixed size),
-    ``memory_limit`` is bytes a device (as `parse_bytes` reads them), ``shard`` maps parameter
-    patterns (see the module) to the dim that each axis splits, e.g.
-    ``{"model.layers.*.mlp.down_proj.weight": {"tp": 1}}``. HintError for bad values and for hints that contradict each
+    ``memory_limit`` is bytes a device (as `parse_bytes` reads them), ``shard`` maps parameter patterns (see the module)
+    to the dim that each axis splits, e.g. ``{"model.layers.*.mlp.down_proj.weight": {"tp": 1}}``, ``within_host`` names
+    axes whose groups of ranks may not span hosts, ``require`` axes that must have more than one rank, and ``forbid``
+    axes that must not. HintError for bad values and for hints that contradict each
     other whatever the model; what depends on model and cluster is for `check_hints`.
     """
 
@@ -123,24 +101,27 @@ class Hints:
     dispatch: str | None = None
     memory_limit: int | str | None = None
     shard: Mapping[str, Mapping[str, int]] | None = None
+    within_host: Collection[str] | None = None
+    require: Collection[str] | None = None
+    forbid: Collection[str] | None = None
 
     def __post_init__(self) -> None:
         for axis in (*DEGREES, EXPERTS):
-            if (degree := getattr(self, axis)) is not None and not _is_int(degree, 1):
+            if (degree := getattr(self, axis)) is not None and not is_int(degree, 1):
                 raise HintError(
                     f"{axis}={degree!r} is no degree.",
                     expected="a whole number from 1, or None",
                     found=repr(degree),
                     change=f"give {axis} as a positive int, or leave it out",
                 )
-        if self.micro_batch_size is not None and not _is_int(self.micro_batch_size, 1):
+        if self.micro_batch_size is not None and not is_int(self.micro_batch_size, 1):
             raise HintError(
                 f"micro_batch_size={self.micro_batch_size!r} is no number of samples.",
                 expected="a whole number from 1, or None",
                 found=repr(self.micro_batch_size),
                 change="give micro_batch_size as a positive int, or leave it out",
             )
-        if self.zero is not None and (not _is_int(self.zero, 0) or self.zero not in ZERO_STAGES):
+        if self.zero is not None and (not is_int(self.zero, 0) or self.zero not in ZERO_STAGES):
             raise HintError(
                 f"zero={self.zero!r} is not available.",
                 expected="0 (nothing is sharded), 1 (optimizer state), 2 (gradients too) or 3 (parameters too)",
@@ -148,7 +129,7 @@ class Hints:
                 change="give zero as one of 0, 1, 2 and 3, or leave it out",
             )
         if self.zero_group_size is not None:
-            _check_zero_group(self)
+            check_zero_group(self)
         if self.reshard_after_forward is not None and self.zero != 3:
             raise HintError(
                 f"The hint reshard_after_forward={self.reshard_after_forward!r} needs zero=3.",
@@ -159,7 +140,7 @@ class Hints:
         if self.recompute is not None:
             check_recompute(self.recompute)
         if self.attention is not None:
-            _check_attention(self)
+            check_attention(self)
         if self.dispatch is not None and self.dispatch not in DISPATCHERS:
             raise HintError(
                 f"dispatch={self.dispatch!r} is not available.",
@@ -170,11 +151,24 @@ class Hints:
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
         if self.shard is not None:
-            object.__setattr__(self, "shard", _checked_shard(self.shard))
+            object.__setattr__(self, "shard", checked_shard(self.shard))
         if self.stages is not None:
-            object.__setattr__(self, "stages", _checked_stages(self.stages))
-        _check_pipeline(self)
-        _check_contradictions(self)
+            object.__setattr__(self, "stages", checked_stages(self.stages))
+        for name in ("within_host", "require", "forbid"):
+            if (axes := getattr(self, name)) is not None:
+                object.__setattr__(self, name, checked_axes(name, axes))
+        check_axes(self)
+        check_pipeline(self)
+        check_contradictions(self)
+
+    def degree(self, axis: str) -> int | None:
+        """The degree of ``axis`` that is given, or that ``forbid`` leaves; None if it is open."""
+        given: int | None = getattr(self, axis)
+        return 1 if axis in (self.forbid or ()) else given
+
+    def asks_for(self, axis: str) -> bool:
+        """Whether hints have more than one rank on ``axis``."""
+        return (self.degree(axis) or 1) > 1 or axis in (self.require or ())
 
     @property
     def memory_bytes(self) -> int | None:
@@ -188,6 +182,7 @@ class Hints:
             table["shard"] = {pattern: dict(dims) for pattern, dims in self.shard.items()}
         if self.stages is not None:
             table["stages"] = dict(self.stages)
+        table |= {name: list(axes) for name, axes in table.items() if isinstance(axes, tuple)}
         return {name: value for name, value in table.items() if value is not None}
 
     @classmethod
@@ -269,158 +264,16 @@ def check_hints(hints: Hints, world_size: int, parameter_shapes: Mapping[str, tu
         _check_dims(name, shape, matching(hints, name), degrees)
 
 
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def _given(hints: Hints) -> str:
     """The degrees that are hinted, as the user wrote them."""
     given = [f"{axis}={getattr(hints, axis)}" for axis in DEGREES if getattr(hints, axis) is not None]
     return ", ".join(given) or "no degrees"
 
 
-def _checked_shard(shard: object) -> dict[str, dict[str, int]]:
-    """A copy of ``shard`` that nobody else can change, or HintError if it is malformed."""
-    example = 'write for instance shard={"model.layers.*.mlp.down_proj.weight": {"tp": 1}}'
-    if not isinstance(shard, Mapping):
-        raise HintError(
-            "The hint shard is malformed.",
-            expected="a mapping from parameter patterns to {axis: dim}",
-            found=repr(shard),
-            change=example,
-        )
-    for pattern, dims in shard.items():
-        if not isinstance(pattern, str) or not isinstance(dims, Mapping):
-            raise HintError(
-                f"The hint shard[{pattern!r}] is malformed.",
-                expected="a pattern (text) and {axis: dim}",
-                found=f"{pattern!r}: {dims!r}",
-                change=example,
-            )
-        for axis, dim in dims.items():
-            if axis not in AXES:
-                raise HintError(
-                    f"The hint shard[{pattern!r}] names an unknown axis {axis!r}.",
-                    expected=f"one of {', '.join(AXES)}",
-                    found=repr(axis),
-                    change=example,
-                )
-            if not _is_int(dim, 0):
-                raise HintError(
-                    f"The hint shard[{pattern!r}] splits no dim over {axis}.",
-                    expected="the number of a dim, counted from 0",
-                    found=repr(dim),
-                    change=example,
-                )
-    return {pattern: dict(dims) for pattern, dims in shard.items()}
-
-
-def _checked_stages(stages: object) -> dict[str, int]:
-    """A copy of ``stages`` that nobody else can change, or HintError if it is malformed."""
-    well_formed = isinstance(stages, Mapping) and all(isinstance(k, str) and _is_int(v, 0) for k, v in stages.items())
-    if not isinstance(stages, Mapping) or not well_formed:
-        raise HintError(
-            "The hint stages is malformed.",
-            expected="a mapping from patterns of module paths to stages, numbered from 0",
-            found=repr(stages),
-            change='write for instance stages={"model.layers.0": 0, "model.layers.1": 1}',
-        )
-    return dict(stages)
-
-
-def _check_pipeline(hints: Hints) -> None:
-    """HintError for a schedule that there is not, and for hints of a pipeline without one."""
-    if hints.schedule is not None and hints.schedule not in ALL_SCHEDULES:
-        raise HintError(
-            f"schedule={hints.schedule!r} is not available.",
-            expected=f"one of {', '.join(ALL_SCHEDULES)}",
-            found=repr(hints.schedule),
-            change=nearest_names(str(hints.schedule), ALL_SCHEDULES),
-        )
-    for name in ("schedule", "stages"):
-        if getattr(hints, name) is not None and hints.pp in (None, 1):
-            raise HintError(
-                f"The hint {name} asks for a pipeline, and there is none.",
-                expected=f"pp of at least 2 beside {name}",
-                found=f"pp={hints.pp}",
-                change=f"give pp, or leave {name} out",
-            )
-
-
-def _check_attention(hints: Hints) -> None:
-    """HintError for a way to compute attention that there is not, or where no axis is there for it."""
-    if hints.attention not in WAYS:
-        raise HintError(
-            f"attention={hints.attention!r} is not available.",
-            expected=f"one of {', '.join(WAYS)}",
-            found=repr(hints.attention),
-            change=nearest_names(str(hints.attention), WAYS),
-        )
-    if hints.cp in (None, 1):
-        raise HintError(
-            f"The hint attention={hints.attention!r} asks for a sequence that is split, and it is not.",
-            expected="cp of at least 2 beside attention",
-            found=f"cp={hints.cp}",
-            change="give cp, or leave attention out",
-        )
-
-
-def _check_zero_group(hints: Hints) -> None:
-    """HintError for a size of groups that is none, that nothing is split over, or that does not divide dp."""
-    size = hints.zero_group_size
-    if not _is_int(size, 2):
-        raise HintError(
-            f"zero_group_size={size!r} is no number of ranks to split over.",
-            expected="a whole number from 2, or None: ZeRO splits over all of dp",
-            found=repr(size),
-            change="give zero_group_size as an int from 2, for instance the devices of a host, or leave it out",
-        )
-    if hints.zero in (None, 0):
-        raise HintError(
-            f"The hint zero_group_size={size} needs ZeRO.",
-            expected="zero=1, 2 or 3 beside zero_group_size",
-            found=f"zero={hints.zero}",
-            change="give zero as well, or leave zero_group_size out",
-        )
-    if hints.dp is not None:
-        _check_group_divides(size, hints.dp)
-
-
-def _check_group_divides(size: int | None, dp: int) -> None:
-    if size is not None and dp % size:
-        raise HintError(
-            f"The hint zero_group_size={size} does not divide dp={dp}.",
-            expected="groups of equal size that make up dp",
-            found=f"dp={dp}",
-            change=f"choose a zero_group_size that divides {dp}, or leave it out",
-        )
-
-
-def _check_contradictions(hints: Hints) -> None:
-    """HintError where two hints cannot both hold, whatever the model."""
-    for pattern, dims in (hints.shard or {}).items():
-        for axis in dims:
-            if getattr(hints, axis) == 1:
-                raise HintError(
-                    f"The hints {axis}=1 and shard[{pattern!r}] contradict each other.",
-                    expected=f"{axis} of at least 2 where a parameter is split over it",
-                    found=f"{axis}=1 and shard={{{pattern!r}: {dict(dims)}}}",
-                    change=f"remove {axis}=1, or leave {axis} out of shard",
-                )
-        for axis in STATE_AXES:
-            if axis in dims and hints.zero == 0:
-                raise HintError(
-                    f"The hints zero=0 and shard[{pattern!r}] contradict each other.",
-                    expected=f"zero of at least 1 where a parameter rests split over {axis}",
-                    found=f"zero=0 and shard={{{pattern!r}: {dict(dims)}}}",
-                    change=f"give zero=1, 2 or 3, or leave {axis} out of shard",
-                )
-
-
 def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
     """The degrees that the hints fix: those given, and those that pp x dp x cp x tp = ``world_size`` leaves no
     choice."""
-    given = {axis: degree for axis in DEGREES if (degree := getattr(hints, axis)) is not None}
+    given = {axis: degree for axis in DEGREES if (degree := hints.degree(axis)) is not None}
     product, axes = math.prod(given.values()), " x ".join(DEGREES)
     if len(given) == len(DEGREES) and product != world_size:
         raise HintError(
@@ -443,7 +296,7 @@ def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
     if len(rest) == 1 or world_size == product:
         given |= {axis: world_size // product for axis in rest}
     if DATA_AXIS in given:
-        _check_group_divides(hints.zero_group_size, given[DATA_AXIS])
+        check_group_divides(hints.zero_group_size, given[DATA_AXIS])
     return given
 
 

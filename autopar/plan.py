@@ -19,7 +19,8 @@ from typing import Any, Self, cast, get_args, get_origin, get_type_hints
 from autopar.cluster import Cluster
 from autopar.cost_model.step import Timing, is_whole
 from autopar.errors import AutoparError, HintError, PlanError
-from autopar.hints import DEGREES, EXPERTS, ZERO_STAGES, Hints, check_recompute, nearest_names
+from autopar.hint_checks import DEGREES, EXPERTS, ZERO_STAGES, check_recompute, nearest_names
+from autopar.hints import Hints
 from autopar.replan import with_hints
 from autopar.report.binding import Binding, binding
 from autopar.report.compare import Comparison, Measured, compare

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+import autopar
+from autopar import Cluster
 from autopar.errors import HintError
 from autopar.hints import Hints, check_hints, matching, parse_bytes
+from autopar.solver.candidates import Limits, all_degrees
 
 SHAPES = {
     "model.embed_tokens.weight": (128, 32),
@@ -170,3 +174,52 @@ def test_what_a_model_or_cluster_cannot_keep(ranks: int, hints: Hints, message: 
     with pytest.raises(HintError, match=message) as error:
         check_hints(hints, ranks, SHAPES)
     assert error.value.expected and error.value.found and error.value.change
+
+
+def test_axes_are_named_in_any_order() -> None:
+    """Sets, tuples and lists are the same hint, which comes back from its table, as from a file."""
+    hints = Hints(within_host={"tp", "cp"}, require=["cp"], forbid=("pp",))
+    assert hints == Hints(within_host=["cp", "tp"], require={"cp"}, forbid={"pp"})
+    assert hints.to_dict() == {"within_host": ["cp", "tp"], "require": ["cp"], "forbid": ["pp"]}
+    assert Hints.from_dict(hints.to_dict()) == hints
+
+
+@pytest.mark.parametrize(("values", "found"), [
+    ({"require": {"ep"}}, "unknown axis 'ep'"), ({"forbid": "pp"}, "no axes"), ({"within_host": []}, "no axes"),
+    ({"require": {"cp"}, "forbid": {"cp"}}, "contradict"), ({"require": {"tp"}, "tp": 1}, "contradict"),
+    ({"forbid": {"pp"}, "pp": 2}, "contradict"),
+])  # fmt: skip
+def test_axes_that_cannot_be_kept(values: dict[str, Any], found: str) -> None:
+    with pytest.raises(HintError, match=found):
+        Hints(**values)
+
+
+def test_forbidden_axes_leave_degrees() -> None:
+    """What is forbidden has degree 1, in what the cluster leaves too."""
+    with pytest.raises(HintError, match="splits a dim over tp, which has degree 1"):
+        check_hints(Hints(forbid={"pp", "cp"}, dp=4, shard={DOWN: {"tp": 1}}), 4, SHAPES)
+
+
+def test_meshes_that_hints_leave() -> None:
+    """Of 2 hosts of 4 devices, by hand: tp innermost, then cp."""
+    cluster, limits = Cluster.parse("h100-sxm:2x4"), Limits(8, 8, 8, parts=True)
+
+    def meshes(**hints: Any) -> set[tuple[int, int, int, int]]:
+        return {(d.pp, d.dp, d.cp, d.tp) for d in all_degrees(cluster, Hints(**hints), limits)}
+
+    assert len(meshes()) == 20, "2^3 over four axes"
+    assert meshes(forbid={"pp", "cp"}) == {(1, 8, 1, 1), (1, 4, 1, 2), (1, 2, 1, 4), (1, 1, 1, 8)}
+    assert meshes(require={"cp", "tp"}, forbid={"pp"}) == {(1, 2, 2, 2), (1, 1, 4, 2), (1, 1, 2, 4)}
+    assert meshes(require={"cp", "tp"}, forbid={"pp"}, within_host={"tp"}) == {(1, 2, 2, 2), (1, 1, 4, 2), (1, 1, 2, 4)}
+    assert meshes(require={"cp", "tp"}, forbid={"pp"}, within_host={"cp"}) == {(1, 2, 2, 2)}
+    assert meshes(forbid={"pp", "cp"}, within_host={"tp"}) == {(1, 8, 1, 1), (1, 4, 1, 2), (1, 2, 1, 4)}
+
+
+def test_a_plan_keeps_axes() -> None:
+    """A model that would not be split so is; what leaves no mesh names the hints."""
+    model, batch = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)), torch.zeros(8, 16)
+    plan = autopar.plan(model, "h100-sxm:2x2", example_inputs=batch, hints=Hints(require={"tp"}, within_host={"tp"}))
+    assert plan.degrees["tp"] == 2 and autopar.plan(model, "h100-sxm:2x2", example_inputs=batch).degrees["tp"] == 1
+    assert plan.hints == {"within_host": ["tp"], "require": ["tp"]}
+    with pytest.raises(HintError, match="without any one of them"):
+        autopar.plan(model, "h100-sxm:2x1", example_inputs=batch, hints=Hints(require={"tp"}, within_host={"tp"}))

@@ -17,7 +17,7 @@ from torch import nn
 from autopar.arguments import ExampleInputs
 from autopar.capture.hf import is_transformers_model
 from autopar.errors import CommandError
-from autopar.hints import nearest_names
+from autopar.hint_checks import nearest_names
 
 #: The argument MODEL.
 Model = Annotated[

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from sympy import divisors
@@ -79,8 +79,8 @@ def all_degrees(cluster: Cluster, hints: Hints, limits: Limits) -> Iterator[Degr
     more ranks than the model has units, dp divides the batch and cp the sequence, unless hinted."""
 
     def open_to(axis: str, n: int, free: bool) -> bool:
-        hint = getattr(hints, axis)
-        return free if hint is None else hint == n
+        hint = hints.degree(axis)
+        return (free if hint is None else hint == n) and (n > 1 or axis not in (hints.require or ()))
 
     for pp in divisors(cluster.size):
         if not open_to("pp", pp, pp == 1 or (limits.parts and pp <= limits.units)):
@@ -89,9 +89,21 @@ def all_degrees(cluster: Cluster, hints: Hints, limits: Limits) -> Iterator[Degr
             dp, rest = divmod(cluster.size // pp, tp * cp)
             if rest or not open_to("tp", tp, True):
                 continue
+            if not stays_in_hosts({"pp": pp, "dp": dp, "cp": cp, "tp": tp}, cluster, hints.within_host or ()):
+                continue
             if open_to("cp", cp, cp == 1 or limits.sequence % cp == 0) and open_to("dp", dp, limits.batch % dp == 0):
                 for experts in _experts(dp, cp, tp, cluster, hints, limits):
                     yield Degrees(pp, dp, cp, tp, experts)
+
+
+def stays_in_hosts(degrees: Mapping[str, int], cluster: Cluster, axes: Collection[str]) -> bool:
+    """Whether no group of ranks along one of ``axes`` spans hosts, with ``degrees`` in the mesh's order."""
+    inside = 1  # ranks from one of a group to the next
+    for axis, n in reversed(degrees.items()):
+        if axis in axes and n > 1 and cluster.hosts > 1 and cluster.devices_per_host % (inside * n):
+            return False
+        inside *= n
+    return True
 
 
 def _experts(dp: int, cp: int, tp: int, cluster: Cluster, hints: Hints, limits: Limits) -> list[int]:

@@ -18,7 +18,8 @@ from torch import fx
 from autopar.capture.blocks import pattern
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
-from autopar.hints import DEGREES, Hints, matching
+from autopar.hint_checks import DEGREES
+from autopar.hints import Hints, matching
 from autopar.plan import ParameterPlan, Plan
 from autopar.sharding.assignment import Assignment, zero_axes
 from autopar.sharding.axes import DATA_AXIS, EXPERT_AXIS, STATE_AXES, state_axes

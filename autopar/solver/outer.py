@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cluster import Cluster
-from autopar.hints import DEGREES, Hints
+from autopar.hint_checks import DEGREES
+from autopar.hints import Hints
 from autopar.report.progress import Progress
 from autopar.sharding.axes import STATE_AXES, make_mesh
 from autopar.sharding.layout import Mesh
@@ -145,7 +146,7 @@ class Found:
 #: Hints that say nothing of how the operators of a replica are split.
 _NOT_OF_REPLICAS = frozenset({
     *DEGREES, "zero", "zero_group_size", "reshard_after_forward", "recompute", "micro_batch_size", "schedule", "stages",
-    "memory_limit",
+    "memory_limit", "within_host", "require", "forbid",
 })  # fmt: skip
 
 
@@ -193,8 +194,8 @@ class Estimates:
         """Whether a replica is one of those tried first: tp over the fast links of a host, cp for long sequences. No
         proof says that others are slower; they are tried where nothing else fits, and where hints name them."""
         hints, device = self.frame.hints, self.frame.cluster.device
-        near = tp <= max(device.scale_up_devices, self.frame.cluster.devices_per_host) or hints.tp is not None
-        return near and (cp == 1 or self.frame.limits.sequence >= cp * CONTEXT_TOKENS or hints.cp is not None)
+        near = tp <= max(device.scale_up_devices, self.frame.cluster.devices_per_host) or hints.asks_for("tp")
+        return near and (cp == 1 or self.frame.limits.sequence >= cp * CONTEXT_TOKENS or hints.asks_for("cp"))
 
     def all(self, *, preferred: bool, hopeless: bool = False) -> list[Estimate]:
         """Estimates of all candidates of replicas that are (not) `preferred`, fastest first, each with as little

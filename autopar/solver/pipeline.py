@@ -16,7 +16,8 @@ from torch import fx
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.errors import HintError
-from autopar.hints import Hints, nearest_names
+from autopar.hint_checks import nearest_names
+from autopar.hints import Hints
 from autopar.schedule import ALL_SCHEDULES, check_stages
 from autopar.sharding.axes import DATA_AXIS
 from autopar.sharding.layout import Mesh

@@ -13,7 +13,8 @@ from autopar.capture.graph import Captured, Parameter
 from autopar.cluster import Cluster
 from autopar.errors import HintError, InfeasibleError
 from autopar.garbage import collecting_later
-from autopar.hints import AXES, EXPERTS, Hints, check_hints, check_recompute
+from autopar.hint_checks import AXES, EXPERTS, check_recompute
+from autopar.hints import Hints, check_hints
 from autopar.plan import Alternative, ParameterPlan, Plan
 from autopar.report.costs import flops_by_dtype, layer_costs
 from autopar.report.describe import describe_layers, describe_replicated
