@@ -38,7 +38,7 @@ def cache_write(cache: Tensor, new: Tensor, start: Tensor) -> Tensor:
     """
     _check(cache, new, start)
     written = cache.clone()
-    cache_write_(written, new, start)
+    _write(written, new, start)
     return written
 
 
@@ -48,10 +48,18 @@ def _(cache: Tensor, new: Tensor, start: Tensor) -> Tensor:
     return torch.empty_like(cache)
 
 
-@torch.library.custom_op(
-    "autopar::cache_write_", mutates_args=("cache",), schema="(Tensor(a!) cache, Tensor new, Tensor start) -> ()"
-)
-def cache_write_(cache: Tensor, new: Tensor, start: Tensor) -> None:
+def _write(cache: Tensor, new: Tensor, start: Tensor) -> None:
     """`cache_write` over ``cache`` itself."""
     _check(cache, new, start)
     cache.index_copy_(2, start + torch.arange(new.shape[2], device=cache.device), new)
+
+
+# Run in every layer of every step, below autograd: what `custom_op` puts around a body would take longer than the body.
+_library = torch.library.Library("autopar", "FRAGMENT")
+_library.define("cache_write_(Tensor(a!) cache, Tensor new, Tensor start) -> ()")
+_library.impl("cache_write_", _write, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("autopar::cache_write_")
+def _(cache: Tensor, new: Tensor, start: Tensor) -> None:
+    _check(cache, new, start)

@@ -152,6 +152,8 @@ class _Steps:
 
     def __init__(self, module: ParallelModule, words: str) -> None:
         self.module, self.words = module, words
+        #: Those of every program that has run: to look them up by name takes as long as a small layer.
+        self.parameters: dict[Specialization, list[Tensor]] = {}
 
     def make_cache(self, config: Any, kwargs: dict[str, Any], length: int) -> SplitCache:
         """An empty cache for ``length`` tokens. RuntimeFailure, on all ranks, if they are about to generate different
@@ -200,6 +202,8 @@ class _Steps:
         module = self.module
         special = module._programs.cached(shapes)
         values = module._given(special, (), given)
-        parameters = [module._original.get_parameter(p.name) for p in special.captured.parameters]
-        results = module._evaluate(special, values, parameters, Specialization.generation)
+        if special not in self.parameters:
+            named = special.captured.parameters
+            self.parameters[special] = [module._original.get_parameter(p.name) for p in named]
+        results = module._evaluate(special, values, self.parameters[special], Specialization.generation)
         return special, dict(enumerate(results))
