@@ -75,7 +75,8 @@ def hooked() -> nn.Module:
     (of_a_subclass, CaptureError, r"is quantized: 0\.weight is packed"),
     (lambda: nn.Sequential(nn.LazyLinear(4)), CaptureError, r"0\.weight of Sequential has no shape yet"),
     (hooked, CaptureError, r"its module 0 has hooks of accelerate"),
-], ids=["compiled", "compiled inside", "DDP", "DP", "FSDP", "FSDP2", "int8", "subclass", "lazy", "accelerate"])  # fmt: skip
+], ids=["compiled", "compiled inside", "DDP", "DP", "FSDP", "FSDP2", "int8", "subclass", "lazy",
+        "accelerate"])  # fmt: skip
 def test_what_is_changed_already(group: None, make: Callable[[], Any], kind: type[AutoparError], says: str) -> None:
     found = make()
     for act in (lambda: autopar.plan(found, "cpu:1x2", example_inputs=torch.zeros(4, 8)),

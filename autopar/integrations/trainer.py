@@ -94,7 +94,7 @@ class ParallelTrainerMixin(_Mixed):
 
     def _split(self, model: Any) -> ParallelModule:
         """The parallel module of a model, which from now on answers the questions of a Trainer's constructor."""
-        found = model if isinstance(model, ParallelModule) else split(model, self._wanted)
+        found = split(model, self._wanted)
         check(found, self._wanted.args)
         found.__dict__["in_trainer"] = True
         return found
@@ -161,7 +161,7 @@ class ParallelTrainerMixin(_Mixed):
         if self.args.should_save:
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
-            torch.save(self.args, folder / "training_args.bin")
+            torch.save(self._wanted.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """All ranks write their pieces of the training state, rank 0 the schedule."""

@@ -53,8 +53,19 @@ class Wanted:
 
 
 def split(model: nn.Module, wanted: Wanted) -> ParallelModule:
-    """``model`` split as ``wanted``. HintError where hints contradict the training arguments, and what
-    `autopar.parallelize` raises."""
+    """``model`` split as ``wanted``; a parallel module as it is. InputError if that comes with hints and the like,
+    HintError where hints contradict the training arguments, and what `autopar.parallelize` raises."""
+    if isinstance(model, ParallelModule):
+        given = [name for name in ("plan", "hints", "workload", "cluster", "example_inputs")
+                 if getattr(wanted, name) is not None]  # fmt: skip
+        if given:
+            raise InputError(
+                f"{', '.join(given)} come too late for a model that is split",
+                expected="a model as it is, or a parallel module alone",
+                found=f"a parallel module, and {', '.join(given)}",
+                change="give them to parallelize, or give the Trainer the model as it was",
+            )
+        return model
     example = wanted.example_inputs
     if example is None:
         example = first_batch(model, wanted)

@@ -186,6 +186,7 @@ def refusals(folder: Path) -> None:
             lambda: make(AutoparTrainer, model, folder, auto_find_batch_size=True))  # fmt: skip
     refused(InputError, "computes the loss of the model itself",
             lambda: make(AutoparTrainer, parallel(Hints(pp=2)), folder, loss=True))  # fmt: skip
+    refused(InputError, "hints come too late", lambda: make(AutoparTrainer, model, folder, hints=Hints(tp=2)))
     refused(HintError, "contradict each other", lambda: make(AutoparTrainer, llama(num_hidden_layers=1), folder,
             hints=Hints(recompute="none"), gradient_checkpointing=True))  # fmt: skip
     other = samples()
