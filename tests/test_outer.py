@@ -459,6 +459,28 @@ def test_bounds_hold_and_estimates_are_near() -> None:
     assert solver.best().solved.step_time <= min(f.solved.step_time for f in solver.found) * 1.03
 
 
+def test_bounds_know_what_cannot_be_hidden() -> None:
+    """One process has nothing to choose: its bound is the plan. Of four that exchange over Gloo the bound has the
+    messages between stages or the reduction of gradients, and the optimizer, so that it is not the compute alone: a
+    quarter of one process' 2 ms, where steps of such a small model wait for messages; and everything solved takes
+    at least its own."""
+    captured = capture_batch(models.llama(), (), models.tokens())
+    for cluster in ("cpu:1", "cpu:4"):
+        frame = make_frame(captured, Cluster.parse(cluster), Workload(global_batch=4), Hints(), False)
+        with progress() as line:
+            estimates = Estimates(frame, line)
+            solver = Solver(frame, estimates, None, line)
+            every = estimates.all(preferred=True)
+            solver.run(every)
+        bound, best = min(e.bound for e in every), solver.best().solved.step_time
+        assert all(f.solved.step_time >= f.estimate.bound * (1 - 1e-9) for f in solver.found)
+        if cluster == "cpu:1":
+            assert bound == pytest.approx(best, rel=1e-6)
+            alone = best
+        else:
+            assert bound > 1.5 * alone / 4 and best < 4.5 * bound
+
+
 class Told(Solver):
     """A solver that takes estimates for the truth."""
 

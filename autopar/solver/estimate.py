@@ -147,6 +147,18 @@ def _shape(c: Candidate) -> _Shape:
     return _Shape(d.cp, d.tp, d.experts, c.lean, d.pp, c.schedule, c.chunks)
 
 
+class _Reduced(NamedTuple):
+    """What the least that a step does with parameters and gradients depends on."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    experts: int
+    zero: int | None
+    group: int | None
+
+
 def shards(c: Candidate, spread: int = 1) -> int:
     """Over how many ranks ZeRO splits what rests, of parameters that are ``spread`` in use over some of them."""
     return max((c.group or c.degrees.dp) * c.degrees.cp // spread, 1) if c.zero else 1
@@ -201,7 +213,7 @@ class Estimator:
 
     def __init__(self, cluster: Cluster, batch: int, replica: Callable[[int, int, int, bool], Replica]) -> None:
         self.cluster, self.batch, self.replica = cluster, batch, replica
-        for name in ("cuts", "_work", "_bytes", "_saved", "_collective", "_stepped"):
+        for name in ("cuts", "_work", "_bytes", "_saved", "_collective", "_stepped", "_at_least"):
             setattr(self, name, functools.cache(getattr(self, name)))
 
     def estimate(self, c: Candidate, modes: Sequence[str], budget: float) -> Estimate:
@@ -239,10 +251,33 @@ class Estimator:
         return full if high == len(self._replica(c).blocks) else self._with(c, f"full:{high}")
 
     def bound(self, c: Candidate) -> float:
-        """Seconds that no plan of a candidate beats."""
+        """Seconds that no plan of a candidate beats: those of its operators and of the exchanges within a replica, and
+        what comes to them whatever is hidden behind them."""
         d = c.degrees
         share = least_share(c.schedule, d.pp, c.chunks, c.micro_batches)
-        return self.replica(d.cp, d.tp, d.experts, False).bound * self.batch / (d.dp * d.pp) * share
+        least = self.replica(d.cp, d.tp, d.experts, False).bound * self.batch / (d.dp * d.pp) * share
+        stepped, moved = self._at_least(_Reduced(d.pp, d.dp, d.cp, d.tp, d.experts, c.zero, c.group))
+        # stage s begins after s messages, and ends as many before the first one: on average pp - 1 in all
+        begun = (d.pp - 1) * self._collective("p2p", self.cluster.size // d.pp, d.pp, 1.0)
+        return least + stepped + begun + self._beside(moved, least)
+
+    def _at_least(self, r: _Reduced) -> tuple[float, float]:
+        """Seconds of the optimizer on a rank with the average of what there is, and of the collectives that reduce
+        the gradients of a step, and gather what rests sharded, in one each."""
+        replica, stepped, moved = self.replica(r.cp, r.tp, r.experts, False), [0.0] * 3, 0.0
+        for own in replica.states:
+            ranks = max(r.dp * r.cp // own.spread, 1)
+            shard = max((r.group or r.dp) * r.cp // own.spread, 1) if r.zero else 1
+            every = (own.trained, own.gradients, own.optimizer)
+            stepped = [a + float(x.sum()) / (r.pp * shard) for a, x in zip(stepped, every, strict=True)]
+            used, reduced = float(own.used.sum()) / r.pp, float(own.reduced.sum()) / r.pp
+            stride = r.tp * own.spread
+            if shard == 1:
+                moved += self._collective("all_reduce", stride, ranks, reduced)
+            else:
+                moved += self._collective("all_gather", stride, shard, used)
+                moved += self._collective("reduce_scatter", stride, shard, reduced)
+        return optimizer_seconds(replica.setting.optimizer, *stepped, self.cluster.device), moved
 
     def _replica(self, c: Candidate) -> Replica:
         return self.replica(c.degrees.cp, c.degrees.tp, c.degrees.experts, c.lean)
