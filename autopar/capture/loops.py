@@ -36,6 +36,9 @@ _NONZERO = frozenset({torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argw
 _INDEX_ADD = frozenset({torch.index_add, Tensor.index_add})
 _INDEX_PUT = frozenset({torch.index_put, Tensor.index_put, torch.index_put_, Tensor.index_put_})
 _SELECT = frozenset({torch.index_select, Tensor.index_select})
+#: What may select rows, or write some, of tensors; everything else has to do with rows only if it is given some.
+_OURS = _NONZERO | _INDEX_ADD | _INDEX_PUT | _SELECT | {torch.where, Tensor.__getitem__, Tensor.__setitem__,
+                                                        Tensor.index_add_}  # fmt: skip
 _LOOKS = frozenset({"__get__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "data_ptr"})
 
 
@@ -72,9 +75,10 @@ class RoutedLoops(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        found = self._selected(func, args, kwargs)
-        if found is not NotImplemented:
-            return found
+        if self.recording or func in _OURS:
+            found = self._selected(func, args, kwargs)
+            if found is not NotImplemented:
+                return found
         if self.waiting and getattr(func, "__name__", "") not in _LOOKS:
             self._flush_read(func, args, kwargs)
         if self.guard.number:
@@ -103,7 +107,7 @@ class RoutedLoops(TorchFunctionMode):
             return self._index_add(func, args, kwargs)
         if func in _INDEX_PUT and isinstance(args[2], Rows):
             return self._index_put(func, args, kwargs)
-        if self.recording and any(isinstance(a, Rows) for a in pytree.tree_leaves((args, kwargs))):
+        if any(isinstance(a, Rows) for a in pytree.tree_leaves((args, kwargs))):
             return record(func, args, kwargs)
         return NotImplemented
 
