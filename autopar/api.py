@@ -22,6 +22,7 @@ from autopar.arguments import (
     one_batch,
     refuse_optimizers,
 )
+from autopar.capture.graph import Captured
 from autopar.capture.hf import recomputes
 from autopar.capture.hf_adapters import core
 from autopar.cluster import Cluster
@@ -43,6 +44,7 @@ from autopar.seen import look
 from autopar.solver.carry import shrink
 from autopar.solver.conflict import searched
 from autopar.solver.options import with_decisions
+from autopar.solver.outer import Known
 from autopar.solver.search import has_plan, search
 from autopar.specialize import capture_batch, makers, specialize, specialize_step
 from autopar.workload import Workload
@@ -90,15 +92,25 @@ def _plan(
     check_sizes(hints, workload)
     if workload.mode == "train" and hints.recompute is None and recomputes(core(model)):
         hints = replace(hints, recompute="full")
-    captured, known = look(model, args, kwargs, workload, cluster, compile, again)
+
+    graphs: dict[str, tuple[Captured, Known]] = {}
+
+    def seen(hints: Hints) -> tuple[Captured, Known]:
+        key = repr(hints.activations)
+        if key not in graphs:
+            graphs[key] = look(model, args, kwargs, workload, cluster, compile, hints.activations, again)
+        return graphs[key]
 
     def find(hints: Hints) -> Plan:
+        captured, known = seen(hints)
         return search(model, captured, cluster, workload, hints, compile, search_seconds, known)
 
     def feasible(hints: Hints) -> bool:
+        captured, known = seen(hints)
         return has_plan(captured, cluster, workload, hints, compile, known)
 
-    found = with_decisions(searched(find, hints, feasible), captured, compile)
+    found, (captured, _) = searched(find, hints, feasible), seen(hints)
+    found = with_decisions(found, captured, compile)
     if captured.caches:
         found = replace(found, prefill=prefill(model, found))
     question = Question(cluster, workload, hints, on_meta(example_inputs), search_seconds, compile)
@@ -183,7 +195,8 @@ def verify(
     whole = materialize(model) if is_meta(model) else model
     args, kwargs = real_batch(whole, args, kwargs)
     precision = (workload if found is None else Workload.from_dict(found.workload)).precision
-    captured = capture_batch(whole, args, kwargs, precision=precision)
+    activations = (hints or Hints()).activations if found is None else found.hints.get("activations")
+    captured = capture_batch(whole, args, kwargs, precision=precision, activations=activations)
     if found is None:
         found = search(model, captured, where, workload, hints or Hints())
     make = specialize if found.num_micro_batches == 1 and found.schedule is None else specialize_step

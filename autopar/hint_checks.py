@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -226,3 +227,31 @@ def _contradict(one: str, other: str) -> HintError:
         found=f"{one}, {other}",
         change="remove one of the two",
     )
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern, in which ``*`` stands for one character or more, is that of a name."""
+    return re.fullmatch(".+".join(map(re.escape, pattern.split("*"))), name) is not None
+
+
+def candidates(pattern: str, names: Iterable[str]) -> list[str]:
+    """What a misspelt pattern may have meant: names, with ``*`` for their numbers if the pattern has a ``*`` too."""
+    return [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) if "*" in pattern else name for name in names]
+
+
+def checked_activations(activations: object) -> dict[str, dict[str, int | None]]:
+    """A copy of ``activations`` that nobody else can change, or HintError if it is malformed."""
+    table = activations if isinstance(activations, Mapping) else {None: activations}
+    for pattern, dims in table.items():
+        axes = dims if isinstance(dims, Mapping) and dims else {None: dims}
+        for axis, dim in axes.items():
+            whole_or_dim = dim is None or (isinstance(dim, int) and not isinstance(dim, bool))
+            if not isinstance(pattern, str) or axis not in AXES or not whole_or_dim:
+                raise HintError(
+                    "The hint activations is malformed.",
+                    expected=f"a mapping from patterns of module paths to {{axis: dim}}, with {', '.join(AXES)} and "
+                    "None for whole",
+                    found=f"{pattern!r}: {dims!r}" if isinstance(activations, Mapping) else repr(activations),
+                    change='write for instance activations={"model.layers.*.mlp": {"tp": 1}}',
+                )
+    return {pattern: dict(dims) for pattern, dims in table.items()}

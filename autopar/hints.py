@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from autopar.hint_checks import (
     DEGREES,
     EXPERTS,
     ZERO_STAGES,
+    candidates,
     check_attention,
     check_axes,
     check_contradictions,
@@ -29,10 +30,12 @@ from autopar.hint_checks import (
     check_pipeline,
     check_recompute,
     check_zero_group,
+    checked_activations,
     checked_axes,
     checked_shard,
     checked_stages,
     is_int,
+    matches,
     nearest_names,
 )
 from autopar.sharding.axes import DATA_AXIS, TENSOR_AXIS
@@ -79,10 +82,11 @@ class Hints:
     ``dispatch`` how tokens come to experts that are spread: each to the ranks of its experts alone ("exchange", pieces
     as large as routers make them), or all to all of those ranks ("gather", results summed up, of fixed size),
     ``memory_limit`` is bytes a device (as `parse_bytes` reads them), ``shard`` maps parameter patterns (see the module)
-    to the dim that each axis splits, e.g. ``{"model.layers.*.mlp.down_proj.weight": {"tp": 1}}``, ``within_host`` names
-    axes whose groups of ranks may not span hosts, ``require`` axes that must have more than one rank, and ``forbid``
-    axes that must not. HintError for bad values and for hints that contradict each
-    other whatever the model; what depends on model and cluster is for `check_hints`.
+    to the dim that each axis splits, e.g. ``{"model.layers.*.mlp.down_proj.weight": {"tp": 1}}``, ``activations``
+    does so for the results of modules, by patterns of their paths, None for whole (as `autopar.constrain` in their
+    code), ``within_host`` names axes whose groups of ranks may not span hosts, ``require`` axes that must have more
+    than one rank, and ``forbid`` axes that must not. HintError for bad values and for hints that contradict each other
+    whatever the model; what depends on model and cluster is for `check_hints`.
     """
 
     pp: int | None = None
@@ -101,6 +105,7 @@ class Hints:
     dispatch: str | None = None
     memory_limit: int | str | None = None
     shard: Mapping[str, Mapping[str, int]] | None = None
+    activations: Mapping[str, Mapping[str, int | None]] | None = None
     within_host: Collection[str] | None = None
     require: Collection[str] | None = None
     forbid: Collection[str] | None = None
@@ -152,6 +157,8 @@ class Hints:
             parse_bytes(self.memory_limit)
         if self.shard is not None:
             object.__setattr__(self, "shard", checked_shard(self.shard))
+        if self.activations is not None:
+            object.__setattr__(self, "activations", checked_activations(self.activations))
         if self.stages is not None:
             object.__setattr__(self, "stages", checked_stages(self.stages))
         for name in ("within_host", "require", "forbid"):
@@ -180,6 +187,8 @@ class Hints:
         table = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.shard is not None:
             table["shard"] = {pattern: dict(dims) for pattern, dims in self.shard.items()}
+        if self.activations is not None:
+            table["activations"] = {pattern: dict(dims) for pattern, dims in self.activations.items()}
         if self.stages is not None:
             table["stages"] = dict(self.stages)
         table |= {name: list(axes) for name, axes in table.items() if isinstance(axes, tuple)}
@@ -221,7 +230,7 @@ def matching(hints: Hints, *names: str) -> dict[str, int]:
     found: dict[str, int] = {}
     origin: dict[str, str] = {}
     for pattern, dims in (hints.shard or {}).items():
-        if not any(_matches(pattern, name) for name in names):
+        if not any(matches(pattern, name) for name in names):
             continue
         for axis, dim in dims.items():
             if found.setdefault(axis, dim) != dim:
@@ -244,12 +253,12 @@ def check_hints(hints: Hints, world_size: int, parameter_shapes: Mapping[str, tu
     """
     degrees = _degrees(hints, world_size)
     for pattern in hints.shard or {}:
-        if not any(_matches(pattern, name) for name in parameter_shapes):
+        if not any(matches(pattern, name) for name in parameter_shapes):
             raise HintError(
                 f"The hint shard[{pattern!r}] matches no parameter.",
                 expected="a parameter's name, * standing for any part of it",
                 found=pattern,
-                change=nearest_names(pattern, _candidates(pattern, parameter_shapes)),
+                change=nearest_names(pattern, candidates(pattern, parameter_shapes)),
             )
     for axis, degree in degrees.items():
         for pattern, dims in (hints.shard or {}).items():
@@ -298,15 +307,6 @@ def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
     if DATA_AXIS in given:
         check_group_divides(hints.zero_group_size, given[DATA_AXIS])
     return given
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return re.fullmatch(".+".join(map(re.escape, pattern.split("*"))), name) is not None
-
-
-def _candidates(pattern: str, names: Iterable[str]) -> list[str]:
-    """What a misspelt pattern may have meant: names, with ``*`` for their numbers if the pattern has a ``*`` too."""
-    return [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) if "*" in pattern else name for name in names]
 
 
 def _check_dims(name: str, shape: tuple[int, ...], dims: Mapping[str, int], degrees: Mapping[str, int]) -> None:

@@ -24,7 +24,8 @@ def prefill(model: nn.Module, plan: Plan) -> Prefill:
     workload, cluster = Workload.from_dict(plan.workload), Cluster.from_dict(plan.cluster)
     assert workload.global_batch is not None and workload.seq_len is not None  # a plan has both
     batch = prompt_batch(model, workload.global_batch, workload.seq_len)
-    captured = capture_batch(model, (), batch, False, workload.precision, gradients=False)
+    activations = plan.hints.get("activations")
+    captured = capture_batch(model, (), batch, False, workload.precision, gradients=False, activations=activations)
     operators = read(captured, imbalance=workload.expert_imbalance)
     zero = Zero(plan.zero, plan.reshard_after_forward)
     setting = Setting(captured, operators, cluster, workload.optimizer, zero=zero)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar._compat import pytree
+from autopar.capture.activations import Activations
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
 from autopar.solver.outer import Known
@@ -43,6 +44,7 @@ def look(
     workload: Workload,
     cluster: Cluster,
     compiled: bool,
+    activations: Activations | None,
     again: bool,
 ) -> tuple[Captured, Known]:
     """The graph of one batch, and what searches of it share; with ``again`` what was found last time, if that was for
@@ -52,7 +54,7 @@ def look(
     shapes = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else repr(t) for t in leaves]
     weights = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()]
     modes = [module.training for module in model.modules()]
-    key = (str(spec), tuple(shapes), tuple(weights), tuple(modes), workload.precision, trains)
+    key = (str(spec), tuple(shapes), tuple(weights), tuple(modes), workload.precision, trains, repr(activations))
     rest = (workload, cluster, compiled)
     last = _last[0] if _last and again and _last[0].model() is model and _last[0].key == key else None
     if last is not None and last.rest == rest:
@@ -60,7 +62,9 @@ def look(
     captured = last.captured if last is not None else None
     if captured is None:
         training = None if trains else False
-        captured = capture_batch(model, args, kwargs, training, precision=workload.precision, gradients=trains)
+        captured = capture_batch(
+            model, args, kwargs, training, workload.precision, gradients=trains, activations=activations
+        )
     found = _Seen(weakref.ref(model), key, captured, rest, Known())
     if not again:
         _last[:] = [found]

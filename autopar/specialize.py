@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from autopar.arguments import is_for
 from autopar.capture import capture
+from autopar.capture.activations import Activations
 from autopar.capture.graph import Captured
 from autopar.capture.hf_cache import TracedCache
 from autopar.cluster import Cluster
@@ -48,11 +49,13 @@ def capture_batch(
     training: bool | None = None,
     precision: Precision | None = None,
     gradients: bool = True,
+    activations: Activations | None = None,
 ) -> Captured:
     """`capture`, with transformers' warnings about tracing kept quiet. Of a forward with a cache all blocks are traced,
     since each has keys and values of its own.
 
-    Raises InputError if the batch does not fit ``forward``, and what `capture` raises.
+    ``activations`` are the hint of that name. Raises InputError if the batch does not fit ``forward``, and what
+    `capture` raises.
     """
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
@@ -67,6 +70,7 @@ def capture_batch(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         more: dict[str, Any] = {"training": training, "precision": precision, "gradients": gradients}
+        more["activations"] = activations
         return capture(model, args, kwargs, **more, whole=any(isinstance(x, TracedCache) for x in kwargs.values()))
 
 
@@ -82,8 +86,9 @@ class _Carried:
 def _capture_for(
     model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool | None
 ) -> Captured:
-    """A batch's graph in the dtype in which ``plan`` computes."""
-    return capture_batch(model, args, kwargs, training, Workload.from_dict(plan.workload).precision)
+    """A batch's graph in the dtype in which ``plan`` computes, with what its hints say of activations."""
+    precision, activations = Workload.from_dict(plan.workload).precision, plan.hints.get("activations")
+    return capture_batch(model, args, kwargs, training, precision, activations=activations)
 
 
 def _carry(plan: Plan, captured: Captured, local: bool, micro_batches: int = 1) -> _Carried:
@@ -143,7 +148,8 @@ def specialize_cached(
 ) -> Specialization:
     """`specialize` for a forward with a cache of keys and values (`hf_cache.TracedCache`): without a backward."""
     precision = Workload.from_dict(plan.workload).precision
-    captured = capture_batch(model, args, kwargs, training, precision, gradients=False)
+    activations = plan.hints.get("activations")
+    captured = capture_batch(model, args, kwargs, training, precision, gradients=False, activations=activations)
     return specialize(model, plan, args, kwargs, captured=captured, inputs=inputs)
 
 

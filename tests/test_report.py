@@ -304,7 +304,7 @@ def test_an_operator_without_a_rule_is_named(llama: tuple[Captured, Operators]) 
 
 
 def test_what_the_batch_does_not_reach_is_named(llama: tuple[Captured, Operators]) -> None:
-    """Behind an operator without a rule nobody knows which dim is the batch: that, and not divisibility, is the reason."""
+    """Behind an operator without a rule nobody knows which dim is the batch: that is the reason, not divisibility."""
     _, operators = llama
     mesh = Mesh((("dp", 2),))
     head = [op for op in operators if not op.backward and op.call.target is torch.ops.aten.einsum.default][-1]

@@ -21,6 +21,7 @@ from autopar._compat import (
     TangentAOTInput,
     pytree,
 )
+from autopar.capture.activations import Activations
 from autopar.capture.blocks import label
 from autopar.capture.gradients import cast_gradients
 from autopar.capture.graph import Buffer, Captured, Output, Parameter, spec_of
@@ -50,19 +51,21 @@ def capture(
     whole: bool = False,
     precision: Precision | None = None,
     gradients: bool = True,
+    activations: Activations | None = None,
 ) -> Captured:
     """Trace ``model(*args, **kwargs)`` forward and backward to one graph in normal form.
 
     The model is not changed and its weights are not touched; only shapes and dtypes of the batch matter (meta tensors
     are fine). Of blocks that are alike a few are traced and copied; ``whole`` traces them all, with the same graph as
     the result. With ``precision`` parameters and inputs of floating point are used in its dtype. Without ``gradients``
-    the graph has no backward. Raises CaptureError, naming module, operator and source line, and InputError for an empty
+    the graph has no backward. ``activations`` are the hint of that name (`capture.activations`), which all blocks are
+    traced for. Raises CaptureError, naming module, operator and source line, HintError, and InputError for an empty
     batch.
     """
     kwargs = dict(kwargs or {})
     repeats: list[Repeat] = []
     param_dtype = None if precision is None else precision.param_dtype
-    if not whole:
+    if not whole and not activations:  # a pattern may mean some of the blocks
         try:
             traced = trace(
                 model,
@@ -78,7 +81,8 @@ def capture(
             if not repeats:
                 raise
             _log.debug("%s is traced whole: %s", type(model).__name__, error)
-    traced = trace(model, args, kwargs, training=training, param_dtype=param_dtype, gradients=gradients)
+    more: dict[str, Any] = {"param_dtype": param_dtype, "gradients": gradients, "activations": activations}
+    traced = trace(model, args, kwargs, training=training, **more)
     return _with_masters(_read(traced, (), precision), model, precision)
 
 

@@ -103,7 +103,7 @@ def mark_by_expert(graph: fx.Graph) -> None:
             weight = node.args[1]
             while weight.op != "placeholder" and _keeps_experts(weight):
                 weight = weight.args[0]
-            if weight.op == "placeholder" or weight.target is aten.stack.default and not weight.args[1:]:
+            if weight.op == "placeholder" or (weight.target is aten.stack.default and not weight.args[1:]):
                 found.add(weight)
     for node in graph.nodes:
         made = node.target in _MAKE_GRADIENTS or (_keeps_experts(node) and found.issuperset(node.all_input_nodes))

@@ -23,6 +23,7 @@ import autopar
 from autopar import ops
 from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling, fake_like, pytree, unvalidated
 from autopar.capture import hf
+from autopar.capture.activations import Activations, constrain_results
 from autopar.capture.decompositions import decomposition_table
 from autopar.capture.hf_adapters import core
 from autopar.capture.layers import SplittableLayers
@@ -295,13 +296,14 @@ def trace(
     prepare: Callable[[nn.Module], None] | None = None,
     param_dtype: torch.dtype | None = None,
     gradients: bool = True,
+    activations: Activations | None = None,
 ) -> Traced:
     """Trace ``model(*args, **kwargs)`` with its backward.
 
     Only the shapes and dtypes of the tensors in ``args`` and ``kwargs`` matter (meta tensors are fine). ``training``
     defaults to the model's own mode; ``prepare`` may change the copy that is traced. ``param_dtype`` takes the place of
-    the floating point dtypes of parameters and inputs; without ``gradients`` the model counts as frozen. Raises
-    CaptureError, InputError.
+    the floating point dtypes of parameters and inputs; without ``gradients`` the model counts as frozen, and
+    ``activations`` are the hint of that name. Raises CaptureError, InputError, HintError.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     clone = _clone(model, mode, param_dtype)
@@ -313,6 +315,7 @@ def trace(
     aliases = _aliases(clone)
     if prepare is not None:
         prepare(clone)
+    check_called = constrain_results(clone, activations or {})
     _annotate(clone)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     refuse_empty(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -342,6 +345,7 @@ def trace(
             raise
         except Exception as error:
             raise _failure(model, error) from error
+    check_called()
     assert flat.output_spec is not None
     _warn_of_changes(attributes, _plain(clone))
     returned = (flat.output_spec, flat.output_constants)
