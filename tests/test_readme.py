@@ -17,7 +17,8 @@ import autopar
 from autopar.schedule import ALL_SCHEDULES
 
 README = (ROOT / "README.md").read_text("utf-8")
-TEXTS = README + (ROOT / "docs" / "planning.md").read_text("utf-8")
+HINTS = (ROOT / "docs" / "hints.md").read_text("utf-8")
+TEXTS = README + (ROOT / "docs" / "planning.md").read_text("utf-8") + (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXTS, re.DOTALL)
 #: What the blocks call their objects.
 OBJECTS = {"autopar": autopar, "plan": autopar.Plan, "model": autopar.ParallelModule}
@@ -48,7 +49,7 @@ def test_blocks_are_programs_of_what_there_is() -> None:
 
 def test_tables_of_hints_and_schedules() -> None:
     """The table has every hint, and the schedules that there are."""
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*) \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*) \|$", HINTS, re.MULTILINE)
     hints = {name: row for names, row in rows for name in re.findall(r"\w+", names)}
     assert {field.name for field in fields(autopar.Hints)} <= hints.keys()
     assert set(ALL_SCHEDULES) == set(re.findall(r"`([\w-]+)`", hints["schedule"])) - {"pp"}
