@@ -264,12 +264,14 @@ class Estimator:
     def _at_least(self, r: _Reduced) -> tuple[float, float]:
         """Seconds of the optimizer on a rank with the average of what there is, and of the collectives that reduce
         the gradients of a step, and gather what rests sharded, in one each."""
-        replica, stepped, moved = self.replica(r.cp, r.tp, r.experts, False), [0.0] * 3, 0.0
+        replica, moved = self.replica(r.cp, r.tp, r.experts, False), 0.0
+        trained, gradients, state = 0.0, 0.0, 0.0
         for own in replica.states:
             ranks = max(r.dp * r.cp // own.spread, 1)
             shard = max((r.group or r.dp) * r.cp // own.spread, 1) if r.zero else 1
-            every = (own.trained, own.gradients, own.optimizer)
-            stepped = [a + float(x.sum()) / (r.pp * shard) for a, x in zip(stepped, every, strict=True)]
+            trained += float(own.trained.sum()) / (r.pp * shard)
+            gradients += float(own.gradients.sum()) / (r.pp * shard)
+            state += float(own.optimizer.sum()) / (r.pp * shard)
             used, reduced = float(own.used.sum()) / r.pp, float(own.reduced.sum()) / r.pp
             stride = r.tp * own.spread
             if shard == 1:
@@ -277,7 +279,8 @@ class Estimator:
             else:
                 moved += self._collective("all_gather", stride, shard, used)
                 moved += self._collective("reduce_scatter", stride, shard, reduced)
-        return optimizer_seconds(replica.setting.optimizer, *stepped, self.cluster.device), moved
+        device = self.cluster.device
+        return optimizer_seconds(replica.setting.optimizer, trained, gradients, state, device), moved
 
     def _replica(self, c: Candidate) -> Replica:
         return self.replica(c.degrees.cp, c.degrees.tp, c.degrees.experts, c.lean)
