@@ -70,7 +70,8 @@ Loops over experts that select their tokens by value, in their common spellings 
 index; `index_add_` or `+=`; experts that are skipped without tokens), and one-hot dispatch by einsums with a capacity
 (`tests/handwritten.py`). A loop is traced to the same grouped operators as transformers' mixtures. What an expert may
 do to its rows: linear layers, pointwise operators, splits of the last dim. Anything else (dropout, norms of rows) is a
-`CaptureError` that names the line.
+`CaptureError` that names the line. An expert that no token chose gets a gradient of zeros, as under
+DistributedDataParallel, where one process that skips it leaves None: AdamW then decays its weights all the same.
 """
 #: What kind of model each of the plain ones is.
 PLAIN = {

@@ -196,7 +196,7 @@ WIDER_ENCODER_DECODERS = (
         ("blenderbot", "Blenderbot"), ("m2m100", "M2M100"), ("mbart", "MBart"), ("pegasus", "Pegasus"),
         ("plbart", "PLBart"))),
     _pair("Marian", "marian", {**SEQ2SEQ, "pad_token_id": 0, "decoder_start_token_id": 1}, "MTModel"),
-    _pair("SwitchTransformers", "switch", {**T5, "num_experts": 4, "dropout_rate": 0.0}),  # a loop over experts
+    _pair("SwitchTransformers", "switch", {**T5, "num_experts": 2, "dropout_rate": 0.0}),  # a loop over experts
     *(_pair(kind, name, T5) for name, kind in (("longt5", "LongT5"), ("mt5", "MT5"), ("umt5", "UMT5"))),
 )  # fmt: skip
 WIDER_VISION = (
