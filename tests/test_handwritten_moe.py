@@ -113,13 +113,20 @@ def test_experts_of_one_parameter_are_spread() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("busy", [0, 2])
 def test_skewed_routing(busy: int) -> None:
-    """All tokens go to one expert, and to the first of the others; most have none."""
+    """All tokens go to one expert and to the first of the others: two have none, and no gradient but zeros."""
     model, batch = LOOPS[1].make(torch.float64)
     with torch.no_grad():
-        for layer in model.layers:
+        for norm, layer in zip(model.norms, model.layers, strict=True):
             layer.gate.weight.zero_()
-            layer.gate.weight[busy] = 1e-3
+            layer.gate.weight[:, 0] = -0.1 * torch.arange(EXPERTS)
+            layer.gate.weight[busy, 0] = 1.0
+            norm.weight[0], norm.bias[0] = 0.0, 1.0  # what the router looks at is 1 for all tokens
     verified(model, batch, 2, Hints(dp=2, pp=1))
+    model(**batch)["loss"].backward()
+    other = 1 if busy == 0 else 0
+    idle = [e for e in range(EXPERTS) if e not in (busy, other)]
+    assert all(model.layers[0].experts[e].w1.weight.grad is None for e in idle)
+    assert all(model.layers[0].experts[e].w1.weight.grad is not None for e in (busy, other))
 
 
 @pytest.mark.slow
