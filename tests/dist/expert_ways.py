@@ -38,6 +38,9 @@ def family(name: str) -> tuple[Any, dict[str, Any]]:
 def trained(name: str, plan: str, hints: autopar.Hints) -> None:
     """Three steps. Of all weights of experts a rank rests no more than its part."""
     model, batch = family(name)
+    if hints.ep == 2:  # not over tp, which splits each of them
+        shard = {"*.experts.gate_up_proj": {"tp": 2}, "*.experts.down_proj": {"tp": 1 if name == "gpt-oss" else 2}}
+        hints = autopar.Hints(**{**hints.to_dict(), "shard": shard})
     pair = Pair(model, hints, batch)
     experts = [p for n, p in pair.model.named_parameters() if ".experts." in n and p.dim() == 3]
     parts = dist.get_world_size() if hints.zero == 3 or hints.ep == 4 else 4
