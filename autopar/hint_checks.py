@@ -241,17 +241,23 @@ def candidates(pattern: str, names: Iterable[str]) -> list[str]:
 
 def checked_activations(activations: object) -> dict[str, dict[str, int | None]]:
     """A copy of ``activations`` that nobody else can change, or HintError if it is malformed."""
-    table = activations if isinstance(activations, Mapping) else {None: activations}
-    for pattern, dims in table.items():
-        axes = dims if isinstance(dims, Mapping) and dims else {None: dims}
-        for axis, dim in axes.items():
-            whole_or_dim = dim is None or (isinstance(dim, int) and not isinstance(dim, bool))
-            if not isinstance(pattern, str) or axis not in AXES or not whole_or_dim:
-                raise HintError(
-                    "The hint activations is malformed.",
-                    expected=f"a mapping from patterns of module paths to {{axis: dim}}, with {', '.join(AXES)} and "
-                    "None for whole",
-                    found=f"{pattern!r}: {dims!r}" if isinstance(activations, Mapping) else repr(activations),
-                    change='write for instance activations={"model.layers.*.mlp": {"tp": 1}}',
-                )
-    return {pattern: dict(dims) for pattern, dims in table.items()}
+    if not isinstance(activations, Mapping):
+        raise _malformed_activations(repr(activations))
+    found: dict[str, dict[str, int | None]] = {}
+    for pattern, dims in activations.items():
+        if not isinstance(pattern, str) or not isinstance(dims, Mapping) or not dims:
+            raise _malformed_activations(f"{pattern!r}: {dims!r}")
+        for axis, dim in dims.items():
+            if axis not in AXES or isinstance(dim, bool) or not (dim is None or isinstance(dim, int)):
+                raise _malformed_activations(f"{pattern!r}: {dims!r}")
+        found[pattern] = dict(dims)
+    return found
+
+
+def _malformed_activations(found: str) -> HintError:
+    return HintError(
+        "The hint activations is malformed.",
+        expected=f"a mapping from patterns of module paths to {{axis: dim}}, with {', '.join(AXES)} and None for whole",
+        found=found,
+        change='write for instance activations={"model.layers.*.mlp": {"tp": 1}}',
+    )

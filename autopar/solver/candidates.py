@@ -99,7 +99,7 @@ def all_degrees(cluster: Cluster, hints: Hints, limits: Limits) -> Iterator[Degr
 def stays_in_hosts(degrees: Mapping[str, int], cluster: Cluster, axes: Collection[str]) -> bool:
     """Whether no group of ranks along one of ``axes`` spans hosts, with ``degrees`` in the mesh's order."""
     inside = 1  # ranks from one of a group to the next
-    for axis, n in reversed(degrees.items()):
+    for axis, n in reversed([*degrees.items()]):
         if axis in axes and n > 1 and cluster.hosts > 1 and cluster.devices_per_host % (inside * n):
             return False
         inside *= n
