@@ -35,8 +35,26 @@ def group_of(tokens: int, top_k: int, experts: int) -> int:
     return next(g for g in range(max(min(experts // max(top_k, 1), tokens), 1), 0, -1) if tokens % g == 0)
 
 
+#: Attribute of an index: its pairs, with the version that it had and the number of experts.
+_FOUND = "autopar_pairs"
+
+
 def routed_pairs(index: Tensor, experts: int) -> Pairs:
-    """The pairs of ``index`` [T, K] that go to some of the ``experts``."""
+    """The pairs of ``index`` [T, K] that go to some of the ``experts``. Every operator on rows asks for them, so they
+    are kept with the index while it lives: one sort, and on a device one wait for the number of rows.
+    """
+    if index.is_inference():  # has no version
+        return _sorted_pairs(index, experts)
+    state = index._version, experts
+    found = getattr(index, _FOUND, None)
+    if found is None or found[0] != state:
+        found = state, _sorted_pairs(index, experts)
+        setattr(index, _FOUND, found)
+    pairs: Pairs = found[1]
+    return pairs
+
+
+def _sorted_pairs(index: Tensor, experts: int) -> Pairs:
     flat = index.reshape(-1)
     keys = torch.where((flat >= 0) & (flat < experts), flat, experts)
     counts = torch.bincount(keys, minlength=experts + 1)[:experts]

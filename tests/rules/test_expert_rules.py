@@ -16,6 +16,7 @@ import torch
 from rule_harness import MESHES, REDUCTIONS, gather, same, scatter
 from torch import Tensor, fx
 
+from autopar.ops import experts
 from autopar.ops.experts import group_of
 from autopar.ops.gated import MAKE_ROWS, TAKE_ROWS
 from autopar.passes.collectives import emit_exchange, emit_step
@@ -268,3 +269,20 @@ def test_tokens_of_a_slot(tokens: int, top_k: int, experts: int, group: int) -> 
 def test_what_is_no_index_is_refused() -> None:
     with pytest.raises(ValueError, match=r"int64 index \[T, K\], found .* torch.int32"):
         own.dispatch(uniform(TOKENS, WIDTH), INDEX.int(), None, EXPERTS, GROUP)
+
+
+def test_pairs_are_sorted_once_for_all_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of a mixture sort its index once; written to, it is sorted again."""
+    sorts = []
+    find = experts._sorted_pairs
+    monkeypatch.setattr(experts, "_sorted_pairs", lambda *given: sorts.append(given) or find(*given))
+    x, weight, index = uniform(TOKENS, WIDTH), uniform(EXPERTS, WIDTH, OUT), INDEX.clamp(max=EXPERTS - 1)
+    weights = torch.rand(TOKENS, TOP_K, dtype=torch.float64)
+    for tensor in (x, weight, weights):
+        tensor.requires_grad_()
+    rows = own.grouped_mm(own.dispatch(x, index, None, EXPERTS, GROUP), weight, index)
+    own.combine(rows, index, weights, EXPERTS, GROUP).sum().backward()
+    assert len(sorts) == 1
+    index[0, 0] = 1
+    (counts,) = own.expert_counts(index, EXPERTS).view(1, -1)
+    assert len(sorts) == 2 and counts.tolist() == torch.bincount(index.flatten(), minlength=EXPERTS).tolist()

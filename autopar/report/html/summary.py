@@ -70,7 +70,7 @@ def tiles(plan: Plan) -> Markup:
             f"{_spare(limit - plan.peak_memory)} of the {bytes_text(limit)} {origin}",
         )
     )
-    shown.append(("Gap", f"≤ {share_text(plan.gap)}", "to the best plan there can be"))
+    shown.append(("Gap", f"≤ {share_text(plan.gap)}", "longer than the best of its space"))
     return tag("dl", [tag("div", tag("dt", a), tag("dd", b), tag("dd", c, class_="more")) for a, b, c in shown],
                class_="tiles")  # fmt: skip
 
@@ -88,7 +88,7 @@ def _answers(plan: Plan) -> Iterator[tuple[str, Iterator[str]]]:
     yield "Memory", _memory(plan)
     yield "Why", _why(plan)
     yield "Limited by", _limits(plan)
-    yield "Certainty", iter([f"No plan is more than {share_text(plan.gap)} faster, of: {plan.gap_space}."])
+    yield "Certainty", iter([f"A step takes at most {share_text(plan.gap)} longer than the best of: {plan.gap_space}."])
     if plan.hints:
         given = ", ".join(f"{name}={json.dumps(value)}" for name, value in plan.hints.items())
         yield "Hints", iter([f"Given by the user: {given}."])
