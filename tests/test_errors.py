@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from dist import small_models as models
 from torch import Tensor, nn
 
@@ -31,14 +30,6 @@ from autopar.errors import (
 X = torch.linspace(-1, 1, 64).view(4, 16)  # a batch for models.mlp()
 TOKENS = models.tokens()
 CLUSTER = "cpu:4"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_process_group_left() -> Iterator[None]:
-    """`parallelize` makes a process group of one rank in this process."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def raised(kind: type[AutoparError], call: Callable[[], Any]) -> AutoparError:

@@ -6,13 +6,12 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 import zoo
@@ -39,14 +38,6 @@ from autopar.sharding.layout import Layout, Mesh, TensorSpec
 MESH = Mesh((("dp", 2), ("tp", 2)))
 SEED = 77
 Build = Callable[[], nn.Module]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_process_group_left() -> Iterator[None]:
-    """Saving and `parallelize` make a process group of one rank in this process."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def unseeded(case: Any) -> Build:

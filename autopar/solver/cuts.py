@@ -193,6 +193,8 @@ def _solved(
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_deterministic_time = CUT_SECONDS
+    # without relaxations of all constraints bounds may creep by one of SCALE at a time, which no limit counts
+    solver.parameters.linearization_level = 2
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     return np.array([solver.value(cut) for cut in cuts[:-1]], dtype=np.int64)
