@@ -23,13 +23,7 @@ from autopar.hint_checks import (
     EXPERTS,
     ZERO_STAGES,
     candidates,
-    check_attention,
-    check_axes,
-    check_contradictions,
-    check_group_divides,
-    check_pipeline,
     check_recompute,
-    check_zero_group,
     checked_activations,
     checked_axes,
     checked_shard,
@@ -38,7 +32,9 @@ from autopar.hint_checks import (
     matches,
     nearest_names,
 )
-from autopar.sharding.axes import DATA_AXIS, TENSOR_AXIS
+from autopar.schedule import ALL_SCHEDULES
+from autopar.sharding.axes import DATA_AXIS, STATE_AXES, TENSOR_AXIS
+from autopar.sharding.rules.attention import WAYS
 from autopar.sharding.rules.experts import DISPATCHERS
 
 _BYTE_UNITS = (
@@ -134,7 +130,7 @@ class Hints:
                 change="give zero as one of 0, 1, 2 and 3, or leave it out",
             )
         if self.zero_group_size is not None:
-            check_zero_group(self)
+            _check_zero_group(self)
         if self.reshard_after_forward is not None and self.zero != 3:
             raise HintError(
                 f"The hint reshard_after_forward={self.reshard_after_forward!r} needs zero=3.",
@@ -145,7 +141,7 @@ class Hints:
         if self.recompute is not None:
             check_recompute(self.recompute)
         if self.attention is not None:
-            check_attention(self)
+            _check_attention(self)
         if self.dispatch is not None and self.dispatch not in DISPATCHERS:
             raise HintError(
                 f"dispatch={self.dispatch!r} is not available.",
@@ -164,9 +160,9 @@ class Hints:
         for name in ("within_host", "require", "forbid"):
             if (axes := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checked_axes(name, axes))
-        check_axes(self)
-        check_pipeline(self)
-        check_contradictions(self)
+        _check_axes(self)
+        _check_pipeline(self)
+        _check_contradictions(self)
 
     def degree(self, axis: str) -> int | None:
         """The degree of ``axis`` that is given, or that ``forbid`` leaves; None if it is open."""
@@ -279,6 +275,115 @@ def _given(hints: Hints) -> str:
     return ", ".join(given) or "no degrees"
 
 
+def _check_pipeline(hints: Hints) -> None:
+    """HintError for a schedule that there is not, and for hints of a pipeline without one."""
+    if hints.schedule is not None and hints.schedule not in ALL_SCHEDULES:
+        raise HintError(
+            f"schedule={hints.schedule!r} is not available.",
+            expected=f"one of {', '.join(ALL_SCHEDULES)}",
+            found=repr(hints.schedule),
+            change=nearest_names(str(hints.schedule), ALL_SCHEDULES),
+        )
+    for name in ("schedule", "stages"):
+        if getattr(hints, name) is not None and hints.pp in (None, 1):
+            raise HintError(
+                f"The hint {name} asks for a pipeline, and there is none.",
+                expected=f"pp of at least 2 beside {name}",
+                found=f"pp={hints.pp}",
+                change=f"give pp, or leave {name} out",
+            )
+
+
+def _check_attention(hints: Hints) -> None:
+    """HintError for a way to compute attention that there is not, or where no axis is there for it."""
+    if hints.attention not in WAYS:
+        raise HintError(
+            f"attention={hints.attention!r} is not available.",
+            expected=f"one of {', '.join(WAYS)}",
+            found=repr(hints.attention),
+            change=nearest_names(str(hints.attention), WAYS),
+        )
+    if hints.cp in (None, 1):
+        raise HintError(
+            f"The hint attention={hints.attention!r} asks for a sequence that is split, and it is not.",
+            expected="cp of at least 2 beside attention",
+            found=f"cp={hints.cp}",
+            change="give cp, or leave attention out",
+        )
+
+
+def _check_zero_group(hints: Hints) -> None:
+    """HintError for a size of groups that is none, that nothing is split over, or that does not divide dp."""
+    size = hints.zero_group_size
+    if not is_int(size, 2):
+        raise HintError(
+            f"zero_group_size={size!r} is no number of ranks to split over.",
+            expected="a whole number from 2, or None: ZeRO splits over all of dp",
+            found=repr(size),
+            change="give zero_group_size as an int from 2, for instance the devices of a host, or leave it out",
+        )
+    if hints.zero in (None, 0):
+        raise HintError(
+            f"The hint zero_group_size={size} needs ZeRO.",
+            expected="zero=1, 2 or 3 beside zero_group_size",
+            found=f"zero={hints.zero}",
+            change="give zero as well, or leave zero_group_size out",
+        )
+    if hints.dp is not None:
+        _check_group_divides(size, hints.dp)
+
+
+def _check_group_divides(size: int | None, dp: int) -> None:
+    if size is not None and dp % size:
+        raise HintError(
+            f"The hint zero_group_size={size} does not divide dp={dp}.",
+            expected="groups of equal size that make up dp",
+            found=f"dp={dp}",
+            change=f"choose a zero_group_size that divides {dp}, or leave it out",
+        )
+
+
+def _check_contradictions(hints: Hints) -> None:
+    """HintError where two hints cannot both hold, whatever the model."""
+    for pattern, dims in (hints.shard or {}).items():
+        for axis in dims:
+            if getattr(hints, axis) == 1:
+                raise HintError(
+                    f"The hints {axis}=1 and shard[{pattern!r}] contradict each other.",
+                    expected=f"{axis} of at least 2 where a parameter is split over it",
+                    found=f"{axis}=1 and shard={{{pattern!r}: {dict(dims)}}}",
+                    change=f"remove {axis}=1, or leave {axis} out of shard",
+                )
+        for axis in STATE_AXES:
+            if axis in dims and hints.zero == 0:
+                raise HintError(
+                    f"The hints zero=0 and shard[{pattern!r}] contradict each other.",
+                    expected=f"zero of at least 1 where a parameter rests split over {axis}",
+                    found=f"zero=0 and shard={{{pattern!r}: {dict(dims)}}}",
+                    change=f"give zero=1, 2 or 3, or leave {axis} out of shard",
+                )
+
+
+def _check_axes(hints: Hints) -> None:
+    """HintError where degrees contradict what ``require`` and ``forbid`` ask for, or these each other."""
+    for axis in hints.require or ():
+        if axis in (hints.forbid or ()) or getattr(hints, axis) == 1:
+            other = f"forbid={{{axis!r}}}" if axis in (hints.forbid or ()) else f"{axis}=1"
+            raise _contradict(f"require={{{axis!r}}}", other)
+    for axis in hints.forbid or ():
+        if (degree := getattr(hints, axis)) not in (None, 1):
+            raise _contradict(f"forbid={{{axis!r}}}", f"{axis}={degree}")
+
+
+def _contradict(one: str, other: str) -> HintError:
+    return HintError(
+        f"The hints {one} and {other} contradict each other.",
+        expected="required axes of at least 2 ranks, and forbidden ones of 1",
+        found=f"{one}, {other}",
+        change="remove one of the two",
+    )
+
+
 def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
     """The degrees that the hints fix: those given, and those that pp x dp x cp x tp = ``world_size`` leaves no
     choice."""
@@ -305,7 +410,7 @@ def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
     if len(rest) == 1 or world_size == product:
         given |= {axis: world_size // product for axis in rest}
     if DATA_AXIS in given:
-        check_group_divides(hints.zero_group_size, given[DATA_AXIS])
+        _check_group_divides(hints.zero_group_size, given[DATA_AXIS])
     return given
 
 
