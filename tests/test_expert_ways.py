@@ -24,11 +24,11 @@ HIDDEN = {
     own.gated_mm_backward.default: "i",
     own.gated_outer.default: "i",
 }
-#: Expert TP alone, beside experts over dp and over a part of tp's neighbours, with ZeRO, micro-batches and a pipeline.
+#: Expert TP alone, beside experts over cp, with ZeRO, micro-batches and a pipeline. (With dp, ep=2 beside tp=2 may be
+#: met by experts over tp as well, whichever is cheaper: no hint says which.)
 WITHIN: dict[str, tuple[int, autopar.Hints]] = {
     "tp2": (2, autopar.Hints(tp=2, ep=1, pp=1)),
     "tp4": (4, autopar.Hints(tp=4, ep=1, pp=1)),
-    "dp2-ep2-tp2": (4, autopar.Hints(dp=2, tp=2, ep=2, pp=1)),
     "cp2-ep2-tp2": (4, autopar.Hints(cp=2, tp=2, ep=2, pp=1)),
     "dp2-ep2-tp2-micro-batches": (4, autopar.Hints(dp=2, tp=2, ep=2, zero=1, pp=1, micro_batch_size=1)),
     "pp2-tp2": (4, autopar.Hints(pp=2, tp=2, ep=1, micro_batch_size=2)),
