@@ -121,7 +121,12 @@ def matches(pattern: str, name: str) -> bool:
 
 def candidates(pattern: str, names: Iterable[str]) -> list[str]:
     """What a misspelt pattern may have meant: names, with ``*`` for their numbers if the pattern has a ``*`` too."""
-    return [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) if "*" in pattern else name for name in names]
+    return [without_numbers(name) if "*" in pattern else name for name in names]
+
+
+def without_numbers(name: str) -> str:
+    """A name with ``*`` for every number between its dots: the pattern of all that are called so."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def checked_activations(activations: object) -> dict[str, dict[str, int | None]]:

@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import types
-import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self, cast, get_args, get_origin, get_type_hints
+from typing import Any, Self, cast
 
 from autopar.cluster import Cluster
 from autopar.cost_model.step import Timing, is_whole
 from autopar.errors import AutoparError, HintError, PlanError
 from autopar.hint_checks import DEGREES, EXPERTS, ZERO_STAGES, check_recompute, nearest_names
 from autopar.hints import Hints
+from autopar.plan_file import decode, encode, malformed, write
 from autopar.replan import with_hints
 from autopar.report.binding import Binding, binding
 from autopar.report.compare import Comparison, Measured, compare
@@ -255,7 +254,7 @@ class Plan:
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report as one HTML page. The file appears whole or not at all. PlanError if it cannot be
         written."""
-        _write(Path(path), self.report("html"), "report")
+        write(Path(path), self.report("html"), "report")
 
     def _repr_html_(self) -> str:
         """The report in a notebook, in a frame of its own."""
@@ -294,14 +293,14 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold; `from_dict` gives an equal plan."""
-        return {field.name: _encode(getattr(self, field.name)) for field in fields(self)}
+        return {field.name: encode(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `to_dict`. PlanError, naming the place, for a missing, unknown or malformed entry, another
         version, or a layout that does not fit its parameter."""
         if not isinstance(data, Mapping):
-            raise _bad("plan", "an object", data)
+            raise malformed("plan", "an object", data)
         if "version" in data and data["version"] != PLAN_VERSION:
             raise PlanError(
                 f"The plan has version {data['version']!r}.",
@@ -309,18 +308,18 @@ class Plan:
                 found=repr(data["version"]),
                 change="make the plan again with this version of autopar",
             )
-        plan: Self = _decode(cls, data, "plan")
+        plan: Self = decode(cls, data, "plan")
         _check(plan)
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON. The file appears whole or not at all. PlanError if it cannot be written."""
-        _write(Path(path), self.report("json") + "\n", "plan")
+        write(Path(path), self.report("json") + "\n", "plan")
 
     def timeline(self, path: str | os.PathLike[str]) -> None:
         """Write one step as a trace that Perfetto opens: a process for every rank of the pipeline, a thread for its
         compute and for every axis. The file appears whole or not at all. PlanError if it cannot be written."""
-        _write(Path(path), json.dumps(timeline(self), allow_nan=False) + "\n", "timeline")
+        write(Path(path), json.dumps(timeline(self), allow_nan=False) + "\n", "timeline")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -344,107 +343,19 @@ class Plan:
         return cls.from_dict(data)
 
 
-def _write(target: Path, text: str, what: str) -> None:
-    """Write a file whole or not at all."""
-    # In the same folder, because only within a file system is a rename atomic.
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise PlanError(
-            f"Cannot write the {what} to {target}.",
-            expected="a path in a folder that can be written",
-            found=str(error),
-            change="create the folder, or give another path",
-        ) from error
-
-
-def _encode(value: Any) -> Any:
-    if is_dataclass(value):
-        return {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _encode(entry) for key, entry in value.items()}
-    return [_encode(entry) for entry in value] if isinstance(value, tuple | list) else value
-
-
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """``value``, as JSON gives it, as an instance of the type ``kind``; ``where`` names its place in errors."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return value
-    if is_dataclass(kind):
-        return _decode_record(kind, value, where)
-    if origin is types.UnionType:  # of one type and None
-        return None if value is None else _decode(arguments[0], value, where)
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise _bad(where, "an object", value)
-        return {key: _decode(arguments[1], entry, f"{where}.{key}") for key, entry in value.items()}
-    if origin is tuple:
-        repeated = arguments[-1] is Ellipsis
-        if not isinstance(value, list) or (not repeated and len(value) != len(arguments)):
-            raise _bad(where, "a list" if repeated else f"a list of {len(arguments)}", value)
-        kinds = arguments[:1] * len(value) if repeated else arguments
-        return tuple(_decode(k, entry, f"{where}[{i}]") for i, (k, entry) in enumerate(zip(kinds, value, strict=True)))
-    return _decode_scalar(kind, value, where)
-
-
-def _decode_scalar(kind: Any, value: Any, where: str) -> Any:
-    right = isinstance(value, int | float if kind is float else kind) and isinstance(value, bool) == (kind is bool)
-    if not right or (kind is float and not math.isfinite(value)):
-        names = {float: "a finite number", int: "a whole number", str: "text", bool: "true or false"}
-        names[types.NoneType] = "null"
-        raise _bad(where, names[kind], value)
-    return float(value) if kind is float else value
-
-
-def _decode_record(kind: Any, value: Any, where: str) -> Any:
-    """A dataclass from an object that has exactly its fields."""
-    if not isinstance(value, Mapping):
-        raise _bad(where, "an object", value)
-    hints = get_type_hints(kind)
-    if missing := [name for name in hints if name not in value]:
-        raise PlanError(
-            f"{where}: {missing[0]} is missing.",
-            expected=f"the keys {', '.join(hints)}",
-            found=", ".join(value) or "an empty object",
-            change="save the plan again",
-        )
-    for key in value:
-        if key not in hints:
-            raise PlanError(
-                f"{where}: there is no key {key!r}.",
-                expected=f"the keys {', '.join(hints)}",
-                found=key,
-                change=nearest_names(key, hints),
-            )
-    return kind(**{name: _decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
-
-
-def _bad(where: str, expected: str, value: object) -> PlanError:
-    return PlanError(
-        f"{where} is malformed.",
-        expected=expected,
-        found=repr(value)[:200],
-        change="correct the entry, or save the plan again",
-    )
-
-
 def _check_pipeline(plan: Plan) -> None:
     """The schedule is one that can run the plan's stages and micro-batches."""
     pp = plan.degrees["pp"]
     if (plan.schedule is None) != (pp == 1) or (plan.schedule is not None and plan.schedule not in ALL_SCHEDULES):
         expected = f"one of {', '.join(ALL_SCHEDULES)}" if pp > 1 else "null, because pp is 1"
-        raise _bad("plan.schedule", expected, plan.schedule)
+        raise malformed("plan.schedule", expected, plan.schedule)
     if len(plan.peaks) != pp:
-        raise _bad("plan.peaks", f"one for each of the {pp} ranks of pp", plan.peaks)
+        raise malformed("plan.peaks", f"one for each of the {pp} ranks of pp", plan.peaks)
     if plan.schedule is not None:
         try:
             check_schedule(plan.schedule, pp, len(plan.stages), plan.num_micro_batches)
         except HintError as error:
-            raise _bad("plan.stages", error.expected, error.found) from None
+            raise malformed("plan.stages", error.expected, error.found) from None
 
 
 def _check_parameters(plan: Plan) -> None:
@@ -455,37 +366,38 @@ def _check_parameters(plan: Plan) -> None:
         axes = layout.split_axes
         known = set(axes) <= set(mesh.names) and len(set(axes)) == len(axes) and not layout.partial
         if len(layout.dims) != len(shape) or not known or not layout.divides(mesh, shape):
-            raise _bad(f"plan.parameters.{name}.storage", f"a split of {shape} over {plan.degrees}", str(layout))
+            raise malformed(f"plan.parameters.{name}.storage", f"a split of {shape} over {plan.degrees}", str(layout))
         for what, values in (("copy", COPIES), ("gradient", REDUCED)):
             if (value := getattr(parameter, what)) not in values:
-                raise _bad(f"plan.parameters.{name}.{what}", f"one of {', '.join(values)}", value)
+                raise malformed(f"plan.parameters.{name}.{what}", f"one of {', '.join(values)}", value)
 
 
 def _check(plan: Plan) -> None:
     """What the types do not say: axes and zero are known ones, every parameter's layout fits its shape, and cluster,
     workload and hints can be read."""
     if set(plan.degrees) - {EXPERTS} != set(DEGREES) or any(degree < 1 for degree in plan.degrees.values()):
-        raise _bad("plan.degrees", "positive degrees of pp, dp, cp and tp, and ep of experts", plan.degrees)
+        raise malformed("plan.degrees", "positive degrees of pp, dp, cp and tp, and ep of experts", plan.degrees)
     _check_pipeline(plan)
     if plan.zero not in ZERO_STAGES:
-        raise _bad("plan.zero", " or ".join(map(str, ZERO_STAGES)), plan.zero)
+        raise malformed("plan.zero", " or ".join(map(str, ZERO_STAGES)), plan.zero)
     size, dp = plan.zero_group_size, plan.degrees[DATA_AXIS]
     if size is not None and (not 1 < size < dp or dp % size):
-        raise _bad("plan.zero_group_size", f"null, or a divisor of dp={dp} other than 1 and {dp}", size)
+        raise malformed("plan.zero_group_size", f"null, or a divisor of dp={dp} other than 1 and {dp}", size)
     spread, group = plan.expert_group_size, size or dp
     if spread is not None and (spread < 2 or group % spread):
-        raise _bad("plan.expert_group_size", f"null, or a divisor of {group} other than 1", spread)
+        raise malformed("plan.expert_group_size", f"null, or a divisor of {group} other than 1", spread)
     try:
         check_recompute(plan.recompute)
     except HintError as error:
-        raise _bad("plan.recompute", error.expected, plan.recompute) from None
+        raise malformed("plan.recompute", error.expected, plan.recompute) from None
     _check_parameters(plan)
     stages = len(plan.stages) if plan.schedule is not None else 1
     if plan.timing is not None and not is_whole(plan.timing, stages, plan.degrees["pp"]):
-        raise _bad("plan.timing", f"programs of {stages} stages, of tasks that wait for tasks before them", plan.timing)
+        expected = f"programs of {stages} stages, of tasks that wait for tasks before them"
+        raise malformed("plan.timing", expected, plan.timing)
     for decision in plan.decisions:
         if not (0 <= decision.chosen < len(decision.options) and RANGES.fullmatch(decision.blocks)):
-            raise _bad(f"plan.decisions of {decision.name}", "one of its options, and ranges of blocks", decision)
+            raise malformed(f"plan.decisions of {decision.name}", "one of its options, and ranges of blocks", decision)
     for read, table in (
         (Cluster.from_dict, plan.cluster),
         (Workload.from_dict, plan.workload),
@@ -498,4 +410,4 @@ def _check(plan: Plan) -> None:
                 f"The plan is malformed. {error.what}", expected=error.expected, found=error.found, change=error.change
             ) from error
     if (ranks := Cluster.from_dict(plan.cluster).size) != plan.world_size:
-        raise _bad("plan.degrees", f"degrees whose product is {ranks}, the devices of its cluster", plan.degrees)
+        raise malformed("plan.degrees", f"degrees whose product is {ranks}, the devices of its cluster", plan.degrees)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar._compat import OpOverload, pytree, storage_key
-from autopar.ops.gated import TAKE_ROWS
+from autopar.ops.rows import TAKE_ROWS
 from autopar.passes.collectives import KINDS, WAIT
 from autopar.sharding.operators import ROUTED
 

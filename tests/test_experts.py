@@ -18,7 +18,7 @@ from zoo import MIXTURES, Architecture
 import autopar
 from autopar.capture.routed import mark_routed
 from autopar.errors import CaptureError, HintError
-from autopar.ops.gated import MAKE_ROWS, TAKE_ROWS
+from autopar.ops.rows import MAKE_ROWS, TAKE_ROWS
 from autopar.report.describe import describe_layers
 from autopar.runtime.reference import exact_float64
 from autopar.runtime.verify import compare

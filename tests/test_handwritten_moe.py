@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import Hints
 from autopar.errors import CaptureError
-from autopar.ops.gated import MAKE_ROWS, TAKE_ROWS
+from autopar.ops.rows import MAKE_ROWS, TAKE_ROWS
 from autopar.runtime.reference import exact_float64
 from autopar.runtime.verify import compare
 from autopar.sharding.rule import layouts
@@ -173,18 +173,29 @@ def test_einsum_dispatch_under_other_plans(ranks: int, hints: Hints) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-class Normed(Mixture):
-    """Norms the rows of every expert, and not each by itself."""
+class Normed(nn.Module):
+    """An expert that norms its rows, and not each by itself."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.view(-1, WIDTH)
-        weights, chosen = self.route(flat)
-        out = torch.zeros_like(flat)
-        for e, expert in enumerate(self.experts):
-            token, k = torch.where(chosen == e)
-            rows = expert(flat[token])
-            out.index_add_(0, token, (rows - rows.mean(0)) * weights[token, k, None])
-        return out.view(x.shape)
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows - rows.mean(0)
+
+
+class Dropping(nn.Module):
+    """An expert that drops of its rows, whose places in the whole nobody knows."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return F.dropout(rows, 0.1)
+
+
+def mixture_of(expert: type[nn.Module]) -> type[nn.Module]:
+    """`Where`, with experts that do one thing more."""
+
+    class More(Where):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Sequential(own, expert()) for own in self.experts)
+
+    return More
 
 
 class Branching(Mixture):
@@ -224,25 +235,12 @@ class Own(Mixture):
         return out.view(x.shape)
 
 
-class Dropping(Mixture):
-    """Drops of the rows, whose places in the whole nobody knows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.view(-1, WIDTH)
-        weights, chosen = self.route(flat)
-        out = torch.zeros_like(flat)
-        for e, expert in enumerate(self.experts):
-            token, k = torch.where(chosen == e)
-            out.index_add_(0, token, F.dropout(expert(flat[token]), 0.1) * weights[token, k, None])
-        return out.view(x.shape)
-
-
 @pytest.mark.parametrize(("kind", "found"), [
-    (Normed, "mean of selected rows"),
+    (mixture_of(Normed), "mean of selected rows"),
     (Branching, "a value that is made only where an expert has tokens"),
     (Special, "a branch on whether there are any tokens, without a use of them, at "),
     (Own, "rows of a tensor to which rows are being written"),
-    (Dropping, "dropout of selected rows"),
+    (mixture_of(Dropping), "dropout of selected rows"),
 ])  # fmt: skip
 def test_what_is_not_understood_is_refused(kind: type[nn.Module], found: str) -> None:
     """Never computed as something else: the error names the line and says what of it."""

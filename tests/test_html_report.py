@@ -32,7 +32,6 @@ from autopar.errors import PlanError
 from autopar.hints import Hints
 from autopar.plan import Collective, LayerCosts, LayerSummary, Plan
 from autopar.replan import Question
-from autopar.report.costs import flops_by_dtype
 from autopar.report.explain import Decision, Option
 from autopar.report.html import framed
 from autopar.report.html.breakdown import exposed_by_axis, lost_by_axis, parts_of
@@ -42,6 +41,7 @@ from autopar.report.html.mesh import axes_of
 from autopar.report.html.timeline import path, segments
 from autopar.report.timeline import simulated
 from autopar.report.what_if import WhatIf, questions
+from autopar.solver.layer_costs import flops_by_dtype
 from autopar.solver.spmd import read
 from autopar.specialize import capture_batch
 from autopar.workload import Workload

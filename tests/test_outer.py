@@ -26,7 +26,8 @@ from autopar.schedule import runs, stage_ranks
 from autopar.solver.actions import programs as write_programs
 from autopar.solver.candidates import Candidate, Degrees, Limits, all_degrees, candidates
 from autopar.solver.cuts import NEAR, TIE, Units, best_cuts, even_cuts, fair_cuts
-from autopar.solver.estimate import Estimate, Estimator, bubble, by_rank, held_by_stage, in_flight, least_share
+from autopar.solver.estimate import Estimate, Estimator, bubble, by_rank, least_share
+from autopar.solver.held import held_by_stage, in_flight
 from autopar.solver.outer import DEGREES_SOLVED, ORDINARY, Estimates, Frame, Solver, peaks, task_of
 from autopar.solver.pipeline import Pipeline
 from autopar.solver.profile import Replica

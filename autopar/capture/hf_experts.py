@@ -33,11 +33,12 @@ def _linear(module: nn.Module, rows: Tensor, name: str, index: Tensor) -> Tensor
 def _has_plain_gate(module: nn.Module) -> bool:
     """Whether a module's gate and up are fused one after the other, [E, 2 x I, H], without a bias, and its gate is the
     usual one, the activation of the one times the other."""
-    from transformers.integrations.moe import _default_apply_gate
+    from transformers.integrations import moe
 
-    fused = getattr(module, "has_gate", True) and getattr(module, "is_concatenated", True)
-    usual = getattr(type(module), "_apply_gate", None) is _default_apply_gate
-    return bool(fused and usual and not module.has_bias and not module.is_transposed)
+    usual = getattr(moe, "_default_apply_gate", None)  # not in transformers 5.0
+    if usual is None or getattr(type(module), "_apply_gate", None) is not usual:
+        return False
+    return bool(module.has_gate and module.is_concatenated and not module.has_bias and not module.is_transposed)
 
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import nn
 from autopar.capture.hf import is_transformers_model, text_config
 from autopar.capture.hf_adapters import core
 from autopar.errors import HintError
+from autopar.hint_checks import without_numbers
 
 #: The dim of a weight [..., out, in], counted from its last, that a style splits over tp.
 _DIM_OF_STYLE = {
@@ -68,7 +69,7 @@ def splits(model: nn.Module) -> dict[str, int]:
     whole = {name: own[id(p)] for name, p in inner.named_parameters(remove_duplicate=False)}
     found: dict[str, int] = {}
     for name, dim in _dims(plan, shapes):
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", whole[name])
+        pattern = without_numbers(whole[name])
         if found.setdefault(pattern, dim) != dim:
             raise HintError(
                 f"transformers' tensor parallel plan splits {name} in two ways.",

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
-from autopar.ops.gated import MAKE_ROWS, TAKE_ROWS
+from autopar.ops.rows import MAKE_ROWS, TAKE_ROWS
 from autopar.sharding.operators import BY_EXPERT, ROUTED
 
 aten = torch.ops.aten

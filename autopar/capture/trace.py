@@ -285,6 +285,25 @@ def fake_forward(model: nn.Module, kwargs: dict[str, Any], param_dtype: torch.dt
             raise _failure(model, error) from error
 
 
+def _prepared(
+    model: nn.Module, mode: Any, param_dtype: torch.dtype | None, training: bool, is_hf: bool
+) -> nn.Module:
+    """A copy of ``model`` to trace, on fake tensors. CaptureError if there is nothing to split."""
+    clone = _clone(model, mode, param_dtype)
+    if next(clone.parameters(), None) is None:
+        raise CaptureError(
+            f"{type(model).__name__} has no parameters",
+            expected="at least one parameter",
+            found="none",
+            change="nothing is to be split: run it as it is",
+        )
+    if is_hf:
+        hf.prepare(core(clone))
+    clone.train(training)
+    _attributes_to_buffers(clone)
+    return clone
+
+
 @torch.inference_mode(False)
 @torch.enable_grad()  # the first forward for a shape may be one of an evaluation loop under no_grad
 def trace(
@@ -306,12 +325,8 @@ def trace(
     ``activations`` are the hint of that name. Raises CaptureError, InputError, HintError.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=False)
-    clone = _clone(model, mode, param_dtype)
     is_hf = hf.is_transformers_model(core(model))
-    if is_hf:
-        hf.prepare(core(clone))
-    clone.train(model.training if training is None else training)
-    _attributes_to_buffers(clone)
+    clone = _prepared(model, mode, param_dtype, model.training if training is None else training, is_hf)
     aliases = _aliases(clone)
     if prepare is not None:
         prepare(clone)
@@ -328,13 +343,6 @@ def trace(
     frozen = not gradients or not any(p.requires_grad for p in clone.parameters())
     if frozen:  # traced as if it were not, for a joint graph like any other; its gradients are not asked for
         clone.requires_grad_(True)
-    if not any(p.requires_grad for p in clone.parameters()):
-        raise CaptureError(
-            f"{type(model).__name__} has no parameters",
-            expected="at least one parameter",
-            found="none",
-            change="nothing is to be split: run it as it is",
-        )
     attributes = _plain(clone)
     with _trace_context(is_hf, is_hf and hf.may_pack(core(model), kwargs)) as stack:
         try:

@@ -102,24 +102,3 @@ def _mm_flops(rows: Sequence[int], *args: Any, **_: Any) -> int:
 @register_flop_formula(torch.ops.autopar.gated_outer)
 def _outer_flops(gate: Sequence[int], up: Sequence[int], rows: Sequence[int], *args: Any, **_: Any) -> int:
     return 2 * gate[0] * gate[1] * (gate[2] + up[2]) * rows[2]
-
-
-#: Operators that take or give rows; a pointwise operator on rows gives rows as well.
-MAKE_ROWS = frozenset(
-    {
-        torch.ops.autopar.dispatch.default,
-        torch.ops.autopar.grouped_mm.default,
-        torch.ops.autopar.grouped_bias.default,
-        torch.ops.autopar.gated_mm.default,
-        torch.ops.autopar.gated_mm_backward.default,
-    }
-)
-TAKE_ROWS = frozenset(
-    {
-        torch.ops.autopar.combine.default,
-        torch.ops.autopar.combine_weights_backward.default,
-        torch.ops.autopar.grouped_outer.default,
-        torch.ops.autopar.grouped_sum.default,
-        torch.ops.autopar.gated_outer.default,
-    }
-)

@@ -15,7 +15,7 @@ from torch import fx
 
 import autopar.ops.cache  # noqa: F401  defines an operator
 from autopar._compat import pytree
-from autopar.ops.gated import MAKE_ROWS
+from autopar.ops.rows import MAKE_ROWS
 from autopar.sharding.axes import BATCH_AXES, CONTEXT_AXIS
 from autopar.sharding.flops import count_flops, has_flops
 from autopar.sharding.layout import TensorSpec

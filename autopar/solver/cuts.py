@@ -127,10 +127,9 @@ def best_cuts(units: Units, ranks: Sequence[int], held: Floats, late: Floats, bu
     """The first unit of every stage, so that the `load` is least.
 
     ``ranks`` has the rank of every stage, ``held`` how many micro-batches of it are saved at once, and ``late`` for how
-    many of them the backward of weights is put off (`estimate.held_by_stage`); no rank keeps more than ``budget`` bytes
-    if that is possible at all, else bytes do not count. A fair cut that fits and
-    leaves next to nothing to gain is taken; others are found by CP-SAT: cuts are whole numbers, and what lies between
-    two of them a difference of prefix sums.
+    many of them the backward of weights is put off (`solver.held`); no rank keeps more than ``budget`` bytes if that is
+    possible at all, else bytes do not count. A fair cut that fits and leaves next to nothing to gain is taken; others
+    are found by CP-SAT: cuts are whole numbers, and what lies between two of them a difference of prefix sums.
     """
 
     def of(cut: Ints) -> float:

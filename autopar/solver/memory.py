@@ -12,6 +12,12 @@ from autopar.solver.costs import state_bytes
 from autopar.solver.setting import Setting
 
 
+def cached_bytes(setting: Setting, assignment: Assignment) -> int:
+    """Bytes a device of the keys and values that a generation of the whole batch keeps."""
+    specs = ((node, setting.operators.specs[Value(node)]) for node in setting.captured.caches)
+    return sum(assignment.sources[node].local_bytes(assignment.mesh, spec) for node, spec in specs)
+
+
 def memory_of(
     setting: Setting, assignment: Assignment, held: Kept, keep: Mapping[str, Keeping], micro_batches: int
 ) -> dict[str, int]:
@@ -30,8 +36,7 @@ def memory_of(
         if keep[p.name].gradient == "step" and micro_batches > 1 and p.gradient is not None and optimizer != "none":
             totals["gradients"] += local * (ranks - 1) * p.gradient.meta["val"].dtype.itemsize
     if setting.captured.caches:
-        rest = [(assignment.sources[node], setting.operators.specs[Value(node)]) for node in setting.captured.caches]
-        totals["cache"] = sum(layout.local_bytes(assignment.mesh, spec) for layout, spec in rest)
+        totals["cache"] = cached_bytes(setting, assignment)
     if copies:
         totals["copies"] = copies
     operators = setting.operators

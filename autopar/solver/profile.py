@@ -25,6 +25,7 @@ from autopar.sharding.recompute import Kept, blocks_made_again, forward_blocks, 
 from autopar.sharding.redistribute import LOCAL, whole_bytes
 from autopar.solver.costs import Prices, state_bytes
 from autopar.solver.fusion import fusion_of
+from autopar.solver.memory import cached_bytes
 from autopar.solver.pins import Pins
 from autopar.solver.pipeline import units
 from autopar.solver.program import Floats, solve
@@ -292,7 +293,7 @@ class Replica:
             mode: saved_bytes(held, self.operators, self.mesh, self.at, units) for mode, held in self._held.items()
         }
         for each, _ in found.values():  # what a generation keeps is of the batch too, and of no unit: there is no pp
-            each[0] += self._cached()
+            each[0] += cached_bytes(self.setting, self.assignment)
         return found
 
     @functools.cached_property
@@ -310,11 +311,6 @@ class Replica:
                     seen.add((base, nbytes))
                     found[self.at[op.node]] += nbytes
         return found
-
-    def _cached(self) -> int:
-        """Bytes of the keys and values that a generation of the whole batch keeps."""
-        specs = ((node, self.operators.specs[Value(node)]) for node in self.captured.caches)
-        return sum(self.assignment.sources[node].local_bytes(self.mesh, spec) for node, spec in specs)
 
     @functools.cached_property
     def _sent(self) -> Floats:

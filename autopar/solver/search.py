@@ -16,7 +16,6 @@ from autopar.garbage import collecting_later
 from autopar.hint_checks import AXES, EXPERTS, check_recompute
 from autopar.hints import Hints, check_hints
 from autopar.plan import Alternative, ParameterPlan, Plan
-from autopar.report.costs import flops_by_dtype, layer_costs
 from autopar.report.describe import describe_layers, describe_replicated
 from autopar.report.progress import Progress, progress
 from autopar.report.units import bytes_text, seconds_text
@@ -30,6 +29,7 @@ from autopar.solver.candidates import Candidate, Limits, able_chunks, all_degree
 from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.constraints import check_constraints
 from autopar.solver.estimate import Estimate
+from autopar.solver.layer_costs import flops_by_dtype, layer_costs
 from autopar.solver.microbatches import loss_place
 from autopar.solver.outer import CONTEXT_TOKENS, Estimates, Found, Frame, Known, Solver, least_memory, small_plans
 from autopar.solver.parts import forwards_first, runs_in_parts, why_whole

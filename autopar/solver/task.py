@@ -14,7 +14,7 @@ from autopar.schedule import stage_ranks
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout import Mesh
 from autopar.sharding.rule import layouts
-from autopar.solver.estimate import in_flight
+from autopar.solver.held import in_flight
 from autopar.solver.pins import Pins
 from autopar.solver.pipeline import Pipeline
 from autopar.solver.program import Floats, Program, solve

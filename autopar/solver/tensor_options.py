@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from autopar.capture.graph import Captured, Parameter
-from autopar.ops.gated import MAKE_ROWS, TAKE_ROWS
+from autopar.ops.rows import MAKE_ROWS, TAKE_ROWS
 from autopar.sharding.axes import (
     BATCH_AXES,
     CONTEXT_AXIS,

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from autopar.ops import experts
 from autopar.ops.experts import group_of
-from autopar.ops.gated import MAKE_ROWS, TAKE_ROWS
+from autopar.ops.rows import MAKE_ROWS, TAKE_ROWS
 from autopar.passes.collectives import emit_exchange, emit_step
 from autopar.runtime.simulate import Traffic, run_ranks
 from autopar.sharding import rule as rules

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rule_harness import call_of, check
 from rule_samples import SAMPLES, Draw
 
-from autopar.ops.gated import MAKE_ROWS, TAKE_ROWS
+from autopar.ops.rows import MAKE_ROWS, TAKE_ROWS
 from autopar.sharding.rule import rule
 from autopar.sharding.rules import registered, replicated_rule, rule_for
 

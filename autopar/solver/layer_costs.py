@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -14,9 +13,7 @@ from autopar.report.names import layer_of
 from autopar.sharding.operators import Operator
 from autopar.sharding.rules.attention import ATTENTION
 from autopar.solver.collectives import Issue, totals
-
-if TYPE_CHECKING:
-    from autopar.solver.staged import Stages
+from autopar.solver.staged import Stages
 
 #: Of the five products that the backward of a fused attention does, one makes its scores again (Dao et al., 2022).
 AGAIN = 1 / 5
