@@ -37,9 +37,8 @@ class Workload:
 
     ``optimizer`` is one of adamw, sgd, sgd_momentum, adafactor, muon, adamw_8bit and none (no training state at all),
     or the bytes of state that any other keeps for every element of a parameter, such as "6 bytes"; to infer takes none.
-    ``pad_to`` are the
-    lengths, in tokens, to which batches of a transformers text model are padded before they run, each to the next: one
-    program a bucket instead of one a length; kept as a sorted tuple.
+    ``pad_to`` are the lengths, in tokens, to which batches of a transformers text model are padded before they run,
+    each to the next: one program a bucket instead of one a length; kept as a sorted tuple.
 
     ``param_dtype`` (bfloat16, float16 or float32) is the dtype in which parameters are gathered and used, while they,
     their gradients and the optimizer's state rest in the model's own; ``reduce_dtype`` that in which gradients are

@@ -304,5 +304,3 @@ def _mm_flops(rows: Sequence[int], weight: Sequence[int], index: Any, **_: Any) 
 @register_flop_formula(torch.ops.autopar.grouped_outer)
 def _outer_flops(a: Sequence[int], b: Sequence[int], index: Any, experts: int, **_: Any) -> int:
     return 2 * a[0] * a[1] * a[2] * b[2]
-
-
