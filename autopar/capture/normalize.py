@@ -17,6 +17,7 @@ from torch import fx
 from autopar.capture.graph import spec_of
 from autopar.capture.indexing import factories_without_operand, resolve_counting_indices
 from autopar.capture.rows import tokens_apart
+from autopar.capture.strides import dims_as_they_lie
 
 aten = torch.ops.aten
 
@@ -388,6 +389,7 @@ def repeat_in_backward(graph: fx.Graph, kept_inputs: set[fx.Node]) -> None:
 
 
 NORMAL_FORM: tuple[Callable[[fx.Graph], None], ...] = (
+    dims_as_they_lie,
     drop_noops,
     resolve_counting_indices,
     factories_without_operand,

@@ -113,7 +113,9 @@ class _Follower:
             self.strategies[op.node] = strategy
             ins, outs = layouts(op.rule, strategy, self.mesh)
             for value, place, layout in zip(op.operands, places, ins, strict=True):
-                if place.dim is not None and _place(layout) != place:
+                # sums over the micro-batches are there after the last one: nothing that runs in each has a part of them
+                summed = place.owed is not None and layout.dim_of(MICRO_BATCH) is not None
+                if summed or (place.dim is not None and _place(layout) != place):
                     raise _mixes(op)
                 self.wanted.setdefault(AliasKey(value, op.backward, op.block), []).append(_place(layout))
             for i, layout in enumerate(outs):

@@ -484,6 +484,30 @@ def repeat(d: Draw, target: Any) -> Call:
     return (d.real(shape), [d.pick([1, 2, 4]) for _ in range(len(shape) + d.integer(0, 1))]), {}
 
 
+@sample(aten.view.dtype)
+def view_dtype(d: Draw, target: Any) -> Call:
+    return (d.real([*d.shape(), 4]), d.pick([torch.int64, torch.int32])), {}
+
+
+@sample(aten.as_strided.default)
+def as_strided(d: Draw, target: Any) -> Call:
+    """Windows over the last dim, of which some run into the next row, and a transposition."""
+    rows, length = d.shape(low=1, high=2, empty=False), d.integer(2, 6)
+    x, (*strides, _) = d.real([*rows, length]), torch.empty(*rows, length).stride()
+    width = d.integer(1, length)
+    windows, start = length - width + 1, d.integer(0, 1)
+    if d.flag():
+        return (x, [*x.shape][::-1], [*x.stride()][::-1], 0), {}
+    if start and rows[0] > 1:  # the last row's last window would end behind the tensor
+        return (x, [rows[0] - 1, *rows[1:], windows, width], [*strides, 1, 1], start), {}
+    return (x, [*rows, windows, width], [*strides, 1, 1], 0), {}
+
+
+@sample(aten.as_strided_scatter.default)
+def as_strided_scatter(d: Draw, target: Any) -> Call:
+    return (d.real([3, 4]), d.real([2, 3]), [2, 3], [4, 1], d.integer(0, 4)), {}
+
+
 @sample(aten.select.int)
 def select(d: Draw, target: Any) -> Call:
     shape = d.shape(low=1, empty=False)

@@ -22,7 +22,9 @@ UNDEFINED = (
     aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default
 )
 ROUTED = MAKE_ROWS | TAKE_ROWS  # in test_expert_rules.py
-NOTHING_TO_SPLIT = (aten.all.default, aten.any.default, aten.prod.default, aten.scalar_tensor.default)
+NOTHING_TO_SPLIT = (
+    aten.all.default, aten.any.default, aten.as_strided_scatter.default, aten.prod.default, aten.scalar_tensor.default
+)
 
 
 @pytest.mark.parametrize("target", [target for target in registered() if target not in ROUTED], ids=str)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from autopar.sharding.rule import Dims, Local, OpCall, Rule, make_rule
 from autopar.sharding.rules.common import aten, dim_by_dim, linear_args, names, normalized, takes_every, without
 from autopar.sharding.rules.registry import register
@@ -137,6 +139,58 @@ def repeat(call: OpCall) -> Rule:
         return local.default(arg1=[n if old[d] > 1 or n == 1 else new[d] for d, n in enumerate(repeats)])
 
     return make_rule(call, [operand], [dims], linear=linear_args(call, (0,)), localize=localize)
+
+
+def _contiguous(local: Local) -> Any:
+    """The operator on its first operand, whose elements lie in the order of its dims."""
+    return local.default(arg0=local.emit(aten.contiguous.default, local.operands[0]))
+
+
+@register(aten.view.dtype)
+def view_dtype(call: OpCall) -> Rule:
+    """The bits of every element as another dtype; where that is of another size, the last dim has more or fewer."""
+    (source,), (result,) = call.operands, call.results
+    dims = names("d", len(source.shape))
+    dims = without(dims, [] if source.shape == result.shape else [len(dims) - 1])
+    return make_rule(call, [dims], [dims], localize=_contiguous)
+
+
+def _copied(local: Local, **replaced: Any) -> Any:
+    """The operator on a copy of its first operand: what is contiguous may still begin inside of a larger tensor, and
+    offsets count from the beginning of that."""
+    copy = local.emit(aten.clone.default, local.operands[0], memory_format=torch.contiguous_format)
+    return local.default(arg0=copy, **replaced)
+
+
+@register(aten.as_strided.default)
+def as_strided(call: OpCall) -> Rule | None:
+    """(self, size, stride, storage_offset), counted in a contiguous tensor (`capture.strides`). Outer dims of which
+    every index stays within its own part pass through."""
+    (source,), size, stride, offset = call.operands, *call.args[1:]
+    if 0 in (*source.shape, *size):
+        return None
+    shape, inner = source.shape, [math.prod(source.shape[d + 1 :]) for d in range(len(source.shape))]
+    last, outer = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)), 0
+    for d in range(min(len(shape), len(size))):
+        last -= (size[d] - 1) * stride[d]
+        if size[d] != shape[d] or stride[d] != inner[d] or last >= inner[d]:
+            break
+        outer = d + 1
+    ins, outs = (without(names("d", n), range(outer, n)) for n in (len(shape), len(size)))
+
+    def localize(local: Local) -> Any:
+        own, new = local.operand_shape(0), local.result_shape()
+        strides = [math.prod(own[d + 1 :]) if d < outer else s for d, s in enumerate(stride)]
+        return _copied(local, arg1=new, arg2=strides)
+
+    return make_rule(call, [ins], [outs], linear=linear_args(call, (0,)), localize=localize)
+
+
+@register(aten.as_strided_scatter.default)
+def as_strided_scatter(call: OpCall) -> Rule:
+    """(self, src, size, stride, storage_offset), counted in a contiguous tensor; nothing is split."""
+    dims = [((),) * len(spec.shape) for spec in (*call.operands, *call.results)]
+    return make_rule(call, dims[:-1], dims[-1:], localize=_copied)
 
 
 @register(aten.select.int)
