@@ -18,7 +18,6 @@ from autopar.arguments import (
     check_plan,
     check_sizes,
     check_weights,
-    is_for,
     one_batch,
     refuse_optimizers,
 )
@@ -30,15 +29,15 @@ from autopar.errors import HintError, InfeasibleError, InputError
 from autopar.hints import Hints, check_hints
 from autopar.integrations.answers import answering
 from autopar.plan import Plan
-from autopar.prefill import prefill
+from autopar.prefill import Prompts
 from autopar.replan import Question, on_meta, remember
 from autopar.runtime.compiled import check_compiler
 from autopar.runtime.failure import check_ranks, guard
-from autopar.runtime.initialize import initialize, materialize
+from autopar.runtime.initialize import initialize
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import is_meta
 from autopar.runtime.process import agree, device_type, ensure_process_group
-from autopar.runtime.verify import VerifyReport, compare, real_batch
+from autopar.runtime.verify import VerifyReport
 from autopar.runtime.weights import load_from
 from autopar.seen import look
 from autopar.solver.carry import shrink
@@ -46,7 +45,8 @@ from autopar.solver.conflict import searched
 from autopar.solver.options import with_decisions
 from autopar.solver.outer import Known
 from autopar.solver.search import has_plan, search
-from autopar.specialize import capture_batch, makers, specialize, specialize_step
+from autopar.specialize import makers
+from autopar.verification import verify_inference, verify_training
 from autopar.workload import Workload
 
 
@@ -85,7 +85,7 @@ def _plan(
 ) -> Plan:
     """`plan`; ``again`` for a model that nobody has changed since it was planned last."""
     check_arguments(model, cluster=cluster, workload=workload, hints=hints)
-    cluster, hints = Cluster.parse(cluster) if isinstance(cluster, str) else cluster, hints or Hints()
+    cluster, hints = _cluster(cluster), hints or Hints()
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     check_hints(hints, cluster.size, shapes)
     workload, args, kwargs = one_batch(model, workload or Workload(), example_inputs, cluster.size)
@@ -93,26 +93,26 @@ def _plan(
     if workload.mode == "train" and hints.recompute is None and recomputes(core(model)):
         hints = replace(hints, recompute="full")
 
-    graphs: dict[str, tuple[Captured, Known]] = {}
+    graphs: dict[str, tuple[Captured, Known, Prompts | None]] = {}
 
-    def seen(hints: Hints) -> tuple[Captured, Known]:
+    def seen(hints: Hints) -> tuple[Captured, Known, Prompts | None]:
         key = repr(hints.activations)
         if key not in graphs:
-            graphs[key] = look(model, args, kwargs, workload, cluster, compile, hints.activations, again)
+            captured, known = look(model, args, kwargs, workload, cluster, compile, hints.activations, again)
+            prompts = Prompts(model, workload, hints.activations) if captured.caches else None
+            graphs[key] = captured, known, prompts
         return graphs[key]
 
     def find(hints: Hints) -> Plan:
-        captured, known = seen(hints)
-        return search(model, captured, cluster, workload, hints, compile, search_seconds, known)
+        captured, known, prompts = seen(hints)
+        return search(model, captured, cluster, workload, hints, compile, search_seconds, known, prompts)
 
     def feasible(hints: Hints) -> bool:
-        captured, known = seen(hints)
-        return has_plan(captured, cluster, workload, hints, compile, known)
+        captured, known, prompts = seen(hints)
+        return has_plan(captured, cluster, workload, hints, compile, known, prompts)
 
-    found, (captured, _) = searched(find, hints, feasible), seen(hints)
-    found = with_decisions(found, captured, compile)
-    if captured.caches:
-        found = replace(found, prefill=prefill(model, found))
+    found = searched(find, hints, feasible)
+    found = with_decisions(found, seen(hints)[0], compile)
     question = Question(cluster, workload, hints, on_meta(example_inputs), search_seconds, compile)
     return remember(found, model, question, _answer)
 
@@ -180,30 +180,28 @@ def verify(
     With a plan, its decisions are carried to ``model`` by parameter and block, every degree shrunk to at most 2 (with
     hybrid ZeRO dp to 4, two groups of two); with a cluster, the model is planned for it and all its ranks are
     simulated. ``example_inputs`` is a real batch; without it a random one is made for transformers language models.
-    Raises what `plan` raises.
+    Of a decoder that is to infer greedy tokens after prompts are compared, and their logits, in evaluation mode:
+    ``steps`` tokens, or 5 if that is more, after ``example_inputs`` (of `generate`) or random prompts; of any other
+    model a forward. Raises what `plan` raises.
     """
     check_arguments(model, plan_or_cluster=plan_or_cluster, workload=workload, hints=hints)
     if steps < 1:
         raise InputError("nothing to verify", expected="steps of at least 1", found=str(steps), change="pass steps=1")
-    found: Plan | None = None
+    asked = workload or Workload()
     if isinstance(plan_or_cluster, Plan):
-        found = shrink(plan_or_cluster)
-        where = Cluster.from_dict(found.cluster)
+        found: Plan | Cluster = shrink(plan_or_cluster)
+        mode = Workload.from_dict(plan_or_cluster.workload).mode
     else:
-        where = Cluster.parse(plan_or_cluster) if isinstance(plan_or_cluster, str) else plan_or_cluster
-    workload, args, kwargs = one_batch(model, workload or Workload(), example_inputs, where.size)
-    whole = materialize(model) if is_meta(model) else model
-    args, kwargs = real_batch(whole, args, kwargs)
-    precision = (workload if found is None else Workload.from_dict(found.workload)).precision
-    activations = (hints or Hints()).activations if found is None else found.hints.get("activations")
-    captured = capture_batch(whole, args, kwargs, precision=precision, activations=activations)
-    if found is None:
-        found = search(model, captured, where, workload, hints or Hints())
-    make = specialize if found.num_micro_batches == 1 and found.schedule is None else specialize_step
-    special = make(whole, found, args, kwargs, captured=captured)
-    notes = [] if is_for(found, model) else [f"the plan was made for another model ({found.model}) and carried by name"]
-    optimizer = Workload.from_dict(found.workload).optimizer
-    return compare(whole, special, args, kwargs, steps=steps, optimizer=optimizer, notes=tuple(notes))
+        found, mode = _cluster(plan_or_cluster), asked.mode
+    if mode == "infer":
+        if isinstance(found, Cluster):
+            found = plan(model, found, workload=asked, hints=hints, example_inputs=example_inputs)
+        return verify_inference(model, found, asked, example_inputs, steps)
+    return verify_training(model, found, asked, hints or Hints(), example_inputs, steps)
+
+
+def _cluster(cluster: Cluster | str) -> Cluster:
+    return Cluster.parse(cluster) if isinstance(cluster, str) else cluster
 
 
 def _answer(model: nn.Module, question: Question) -> Plan:

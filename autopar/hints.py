@@ -205,12 +205,13 @@ class Hints:
     def from_transformers(model: nn.Module, **given: Any) -> Hints:
         """Hints that split weights over tp as transformers' own plan for ``model`` does (``base_model_tp_plan`` of its
         config): a plan to start from, or to compare with. ``given`` are further hints, of which a pattern in ``shard``
-        takes the place of transformers' for the same pattern; experts are for ``ep``, or the planner. HintError if the
-        model has no such plan, and what `Hints` raises; warns of styles that are not known."""
-        from autopar.capture.hf_plans import splits  # which needs this module
+        takes the place of transformers' for the same pattern. With ``ep`` among them experts are spread as its
+        ``base_model_ep_plan`` says; without, they are the planner's. HintError if the model has no such plan, and what
+        `Hints` raises; warns of styles that are not known."""
+        from autopar.capture.hf_plans import hints_of  # which needs this module
 
-        theirs = {pattern: {TENSOR_AXIS: dim} for pattern, dim in splits(model).items()}
-        return Hints(**{**given, "shard": {**theirs, **(given.get("shard") or {})}})
+        theirs = hints_of(model, given.get("ep"))
+        return Hints(**{**theirs, **given, "shard": {**theirs["shard"], **(given.get("shard") or {})} or None})
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Hints:

@@ -202,6 +202,11 @@ class Plan:
         return sum(self.peak.values())
 
     @property
+    def needed_memory(self) -> int:
+        """Bytes a device that a run needs: those of a step, or of the prompts before it where they need more."""
+        return self.peak_memory if self.prefill is None else max(self.peak_memory, self.prefill.memory)
+
+    @property
     def reshard_after_forward(self) -> bool:
         """Whether what is gathered for a forward is given up before its backward; False is FSDP's SHARD_GRAD_OP."""
         return not any(p.copy == "micro-batch" for p in self.parameters.values())

@@ -11,16 +11,17 @@ import torch
 from dist.small_models import HIDDEN, KV_HEADS, LAYERS, VOCABULARY, bert, llama
 from test_cli import good, llama_config
 from test_distributed import SCRIPTS, assert_all_ok, torchrun
-from torch import Tensor, fx
+from torch import fx
 
 import autopar
 from autopar import Hints, Plan, Workload
-from autopar.capture.hf_cache import TracedCache
-from autopar.capture.hf_generate import bucket_of, following, prompt, refuse, why_not
+from autopar.capture.hf_generate import bucket_of, prompt, refuse, why_not
 from autopar.cost_model.hardware import load_device
-from autopar.errors import HintError, InputError, WorkloadError
+from autopar.errors import HintError, InfeasibleError, InputError, WorkloadError
 from autopar.passes.cached import WRITE, in_place
-from autopar.runtime.simulate import run_ranks
+from autopar.passes.collectives import ALL_REDUCE
+from autopar.runtime.reference import exact_float64
+from autopar.runtime.verify_generation import _other_tokens
 from autopar.sharding.cached import cached_layout
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.rules.attention import ATTENTION
@@ -71,6 +72,46 @@ def test_a_step_reads_all_weights_and_the_whole_cache() -> None:
     )
     assert plan.prefill is not None and plan.prefill.seconds > 10 * plan.step_time
     assert plan.prefill.memory > cache + weights
+
+
+def test_prompts_have_to_fit_too() -> None:
+    """A plan is one in which the forward of the prompts fits beside weights and cache; to the byte."""
+    with torch.device("meta"):
+        model = llama(num_hidden_layers=1, intermediate_size=512)
+    free = infer(model, "cpu:1x1", batch=8)
+    assert free.prefill is not None and free.prefill.memory > free.peak_memory
+    assert infer(model, "cpu:1x1", Hints(memory_limit=free.prefill.memory), batch=8).prefill == free.prefill
+    with pytest.raises(InfeasibleError) as error:
+        infer(model, "cpu:1x1", Hints(memory_limit=free.prefill.memory - 1), batch=8)
+    assert f"with {free.prefill.memory} bytes" in error.value.found and "while prompts are read" in error.value.found
+
+
+@pytest.mark.slow
+def test_the_plan_is_one_whose_prompts_fit() -> None:
+    """Where the fastest step leaves no room for the prompts another plan is taken."""
+    with torch.device("meta"):
+        model = llama(intermediate_size=512, num_key_value_heads=1)
+    prefills = {n: infer(model, "cpu:1x2", Hints(tp=n)).prefill for n in (1, 2)}
+    most = sorted(p.memory for p in prefills.values() if p is not None)
+    assert most[0] < most[1]
+    limited = infer(model, "cpu:1x2", Hints(memory_limit=most[0]))
+    assert limited.prefill is not None and limited.prefill.memory == most[0]
+
+
+def test_what_if_of_a_generation() -> None:
+    """Twice the context reads more and makes as many tokens: never faster, and not half as fast where weights are what
+    a step reads. Twice the batch is twice the tokens, and no other plan for having larger parts."""
+    with torch.device("meta"):
+        model = llama(num_hidden_layers=1, hidden_size=512, intermediate_size=2048)
+    plan = infer(model, "h100-sxm:1x1", batch=2, context=32).what_if()
+    _, batch, context, _ = plan.what_ifs
+    assert (batch.question, batch.work, batch.changes) == ("twice the batch", 2, ())
+    assert (context.question, context.work) == ("contexts twice as long", 1)
+    faster, slower = batch.speed(plan), context.speed(plan)
+    assert faster is not None and slower is not None and faster > 1.5 and 0.8 < slower <= 1.0
+    assert plan.prefill is not None and plan.prefill.memory == plan.needed_memory > plan.peak_memory
+    report = plan.report()
+    assert "total of prompts" in report and "while they are read" in report
 
 
 def test_inference_keeps_no_optimizer() -> None:
@@ -138,80 +179,121 @@ def test_a_write_is_where_the_cache_rests() -> None:
         torch.ops.autopar.cache_write(cache, new[:1], start)
 
 
-class _Simulated:
-    """The forwards of a generation on all ranks of a plan."""
-
-    def __init__(self, model: Any, plan: Plan) -> None:
-        self.model, self.plan, self.mesh = model, plan, plan.mesh
-        #: Keys and values by rank.
-        self.caches: list[list[Tensor]] = []
-
-    def make(self, shapes: dict[str, Any]) -> Any:
-        """The program for inputs of ``shapes``."""
-        return specialize_cached(self.model, self.plan, (), shapes, training=False)
-
-    def run(self, special: Any, given: dict[str, Any]) -> Tensor:
-        """The logits, whole; of a prompt the keys and values go to the ranks' caches, with room for none more."""
-        program, captured, caches = special.generation(), special.captured, self.caches
-        batch = [t for t in given.values() if isinstance(t, Tensor)]
-        plain = [node for node in captured.inputs if node not in captured.caches]
-        every = []
-        for rank in range(self.mesh.size):
-            values = {special.sharded.coordinates.name: torch.tensor(self.mesh.coordinates(rank))}
-            values |= {special.input_name(b.placeholder): b.tensor(self.model) for b in captured.buffers}
-            values |= {special.input_name(n): t for n, t in zip(plain, batch, strict=True)}
-            rests = caches[rank] if captured.caches else []
-            values |= dict(zip(map(special.input_name, captured.caches), rests, strict=True))
-            for p in captured.parameters:
-                layout = special.assignment.sources[p.placeholder]
-                whole = self.model.get_parameter(p.name).detach()
-                values[special.input_name(p.placeholder)] = layout.local_slice(self.mesh, whole, rank)
-            every.append([values[name] for name in program.forward_inputs])
-        outputs = run_ranks(program.forward, every, self.mesh)
-        if not captured.caches:
-            self.caches = [list(out[1:]) for out in outputs]
-        return self._whole(special, 0, [out[0] for out in outputs])
-
-    def _whole(self, special: Any, place: int, pieces: list[Tensor]) -> Tensor:
-        shape, layout = special.captured.outputs[place].node.meta["val"].shape, special.assignment.sinks[place]
-        whole = torch.full(shape, float("nan"), dtype=pieces[0].dtype)
-        for rank, piece in enumerate(pieces):
-            layout.local_slice(self.mesh, whole, rank).copy_(piece)
-        return whole
+# -- verify ------------------------------------------------------------------------------------------------------------
 
 
-def test_simulated_ranks_generate_what_one_process_does() -> None:
-    """A prompt that is padded on both sides, then three tokens, on dp 2 x tp 2: logits to 1e-5 (of float32)."""
-    truth, kept = llama(num_hidden_layers=1).eval(), 16
-    with torch.no_grad():
-        plan = infer(truth, "cpu:1x4", Hints(dp=2, tp=2, zero=0), batch=4, context=kept)
-        assert plan.memory["cache"] == 2 * 1 * 4 * kept * KV_HEADS * 8 * 4 // 4  # over all ranks
-        ids = torch.randint(1, VOCABULARY, (4, 7), generator=torch.Generator().manual_seed(1))
-        mask = torch.ones_like(ids)
-        mask[1, :3] = 0
-        names = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-        ranks = _Simulated(truth, plan)
-        first = prompt(truth, {**names, "use_cache": True, "logits_to_keep": 1}, kept)
-        assert first["input_ids"].shape == (4, 16) and first["logits_to_keep"].tolist() == [6]
-        logits = ranks.run(ranks.make({**first, "cache": TracedCache()}), first)
-        assert [tuple(piece.shape) for piece in ranks.caches[0]] == [(2, 1, 16, 8)] * 2
-        step = None
-        for length in range(7, 11):
-            torch.testing.assert_close(logits[:, -1], truth(**names).logits[:, -1], rtol=0, atol=1e-5)
-            token = logits[:, -1].argmax(-1, keepdim=True)
-            new = (token, torch.ones_like(token), names["position_ids"][:, -1:] + 1)
-            names = {n: torch.cat([t, more], 1) for (n, t), more in zip(names.items(), new, strict=True)}
-            last = {"input_ids": token, "attention_mask": names["attention_mask"], "position_ids": new[2]}
-            given = {**following(last, kept), "use_cache": True}
-            whole = [torch.empty(4, KV_HEADS, kept, 8, device="meta") for _ in range(2)]
-            filled = torch.tensor(length)
-            step = step or ranks.make({**given, "cache": TracedCache(whole[:1], whole[1:], filled)})
-            logits = ranks.run(step, {**given, "filled": filled})
-    assert step is not None
+KEPT = 16  # tokens of context
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[Any, Plan]:
+    """A Llama of one layer in training mode, and a plan to generate with it on dp 2 x tp 2."""
+    model = llama(num_hidden_layers=1)
+    return model, infer(model, "cpu:1x4", Hints(dp=2, tp=2, zero=0), batch=4, context=KEPT)
+
+
+def test_simulated_ranks_generate_what_one_process_does(
+    small: tuple[Any, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`verify` of a plan to generate: prompts, some padded on the left and all on the right, and tokens after them."""
+    (model, plan), made = small, []
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        made.append(specialize_cached(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr("autopar.verification.specialize_cached", record)
+    report = autopar.verify(model, plan, workload=Workload(global_batch=4, seq_len=12))
+    assert report.ok and report.max_error < 1e-5 and report.loss is None and not report.gradients
+    assert list(report.errors) == [f"logits of token {i}" for i in range(5)]
+    assert report.flops_share == pytest.approx(0.25, rel=0.02) and report.traffic.count["all_reduce", "tp"] > 0
+    assert report.notes == ("4 prompts of 7 tokens, 5 greedy ones after each: the same tokens",)
+    assert model.training
+    first, step = made  # one program for all prompts, one for all tokens
+    assert first.captured.inputs[0].meta["val"].shape == (4, KEPT) and not first.captured.caches
     tokens = {op.call.results[0].shape[:2] for op in step.operators if op.call.target is aten.embedding.default}
     assert tokens == {(4, 1)}  # nothing before the last token is computed again
     attended = [step.assignment.layouts(op)[0] for op in step.operators if op.call.target in ATTENTION]
     assert len(attended) == 1 and all(key.split_axes == ("dp", "tp") for _, key, *_ in attended)
+    assert plan.memory["cache"] == 2 * 1 * 4 * KEPT * KV_HEADS * 8 * 4 // 4  # over all ranks
+
+
+@pytest.mark.parametrize("which", ["prompt", "token"])
+def test_verify_sees_a_generation_that_is_wrong(
+    small: tuple[Any, Plan], which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum over tp that is left out, of the prompt's forward or only of those of the tokens after it."""
+
+    def without_a_sum(*args: Any, **kwargs: Any) -> Any:
+        special = specialize_cached(*args, **kwargs)
+        if bool(special.captured.caches) == (which == "token"):
+            graph = special.sharded.module.graph
+            lost = next(node for node in graph.nodes if node.target is ALL_REDUCE)
+            lost.replace_all_uses_with(lost.args[0])
+        return special
+
+    monkeypatch.setattr("autopar.verification.specialize_cached", without_a_sum)
+    model, plan = small
+    report = autopar.verify(model, plan, workload=Workload(global_batch=4, seq_len=12))
+    first = "logits of token 0"
+    assert not report.ok and report.max_error > 1e-2
+    assert (report.errors[first] > 1e-2) == (which == "prompt") and "DIFFERENT" in str(report)
+
+
+def test_tokens_that_differ() -> None:
+    """Where eager's two logits are as good as equal either token will do; a NaN never does."""
+    truth = [torch.tensor([[1.0, 3.0, 2.0], [1.0, 2.0, 2.0 - 1e-6]])]
+    assert _other_tokens(truth, truth, 0.0) == ([], 0)
+    near = [torch.tensor([[1.0, 3.0, 2.0], [1.0, 2.0, 2.0 + 1e-6]])]
+    assert _other_tokens(near, truth, 1e-5) == ([], 1)
+    assert _other_tokens(near, truth, 1e-9) == (["token 0 of sample 1"], 0)
+    other = [torch.tensor([[1.0, 2.0, 3.0], [1.0, float("nan"), 2.0]])]
+    assert _other_tokens(other, truth, 1e-6) == (["token 0 of sample 0"], 0)
+    assert _other_tokens([torch.full((2, 3), float("nan"))], truth, 1e-6)[0] == [
+        f"token 0 of sample {i}" for i in range(2)
+    ]
+
+
+@pytest.mark.slow
+def test_verify_in_other_precisions(small: tuple[Any, Plan]) -> None:
+    """float64 to 1e-10, bfloat16 as near to float64 as one process; prompts of one's own; more tokens."""
+    model, plan = llama(num_hidden_layers=2), small[1]
+    with exact_float64():
+        report = autopar.verify(model.double(), plan, workload=Workload(global_batch=3, seq_len=12))
+    assert report.ok and report.bound == 1e-10
+    ids = torch.randint(1, VOCABULARY, (2, 6))
+    for inputs in (ids, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}):
+        report = autopar.verify(model.bfloat16(), plan, example_inputs=inputs, steps=6)
+        assert report.ok and len(report.errors) == 6 and "2 prompts of 6 tokens" in str(report)
+    with pytest.raises(InputError, match="starts from prompts"):
+        autopar.verify(model, plan, example_inputs=(ids,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_verify_plans_to_generate(dtype: str | None) -> None:
+    """On a cluster, all its ranks; with parameters used in bfloat16; ZeRO, whose gathers run before every token."""
+    workload = Workload(global_batch=4, seq_len=12, mode="infer", param_dtype=dtype)
+    report = autopar.verify(llama(num_hidden_layers=2), "cpu:1x4", workload=workload, hints=Hints(dp=2, tp=2, zero=3))
+    assert report.ok and report.world_size == 4 and report.traffic.count["all_gather", "dp"] > 0
+
+
+@pytest.mark.slow
+def test_verify_of_an_encoder_runs_its_forward() -> None:
+    model = bert()
+    workload = Workload(global_batch=4, seq_len=16, mode="infer")
+    report = autopar.verify(model, "cpu:1x2", workload=workload, hints=Hints(tp=2))
+    assert report.ok and report.loss is None and not report.gradients and model.training
+    assert report.flops_share == pytest.approx(0.5, rel=0.02)
+
+
+@pytest.mark.slow
+def test_the_command_line_verifies_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    llama_config().save_pretrained(tmp_path)
+    good("plan", ".", "--cluster", "cpu:2", "--batch", "4", "--seq", "16", "--infer", "-o", "plan.json")
+    found = good("verify", ".", "plan.json", "--json").data
+    assert found["ok"] and "4 prompts of 11 tokens, 5 greedy ones after each: the same tokens" in found["notes"]
 
 
 # -- what cannot be done -----------------------------------------------------------------------------------------------

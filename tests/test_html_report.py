@@ -402,6 +402,10 @@ def test_questions_are_about_one_thing_each() -> None:
     assert length.example_inputs["ids"].shape == (8, 32)
     assert memory.cluster.device.memory_bytes == pytest.approx(1.2 * cluster.device.memory_bytes)
     assert memory.hints.memory_bytes == 48 * GIB and memory.workload == asked.workload
+    work = {text: work for text, work, _ in questions(asked)}
+    assert work["twice the batch"] == work["sequences twice as long"] == 2
+    work = {text: work for text, work, _ in questions(asked, by_token=True)}  # of a generation: a token of each sample
+    assert work["twice the batch"] == 2 and work["contexts twice as long"] == 1
     unknown = replace(asked, workload=Workload(global_batch=8))
     assert [text for text, _, _ in questions(unknown)] == ["links half as fast", "twice the batch", "20% more memory"]
 

@@ -72,6 +72,8 @@ HintsFile = Annotated[Path | None, typer.Option("--hints", help="A YAML file wit
 LINE = 240
 #: Sequences that `verify` takes where nothing is said are as many as two micro-batches; they are at most so long.
 VERIFY_TOKENS = 64
+#: Prompts that `verify` takes a rank of the data where nothing is said.
+VERIFY_PROMPTS = 4
 #: Bytes of parameters that `verify` holds, for each that the model has, on every simulated rank and in the model in one
 #: process: a parameter, its gradient and two states of an optimizer.
 VERIFY_COPIES = 4
@@ -159,7 +161,7 @@ def estimate(
         found.schedule,
         found.recompute,
         found.step_time,
-        found.peak_memory,
+        found.needed_memory,
         "chosen",
     )
     plans, where = (chosen, *found.alternatives), str(Cluster.from_dict(found.cluster))
@@ -175,15 +177,16 @@ def verify(
     batch: Annotated[int | None, typer.Option(help="Sequences; default: those of two micro-batches.")] = None,
     seq: Annotated[int | None, typer.Option(help=f"Tokens a sequence; default: at most {VERIFY_TOKENS}.")] = None,
     seed: Annotated[int, typer.Option(help="Of the weights of a model that has none.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the optimizer.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the optimizer; tokens to generate, 5 at least.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Simulate every rank of a plan in this process and compare with the model in eager PyTorch.
 
     The plan's degrees are shrunk to at most 2 and its decisions carried to
     MODEL, which may be a small one of the same architecture. Weights beside
-    its config are loaded; without them it is initialised. Ends with 1 if
-    numbers differ.
+    its config are loaded; without them it is initialised. A plan to generate
+    (plan --infer) is compared on prompts and the tokens after them. Ends with
+    1 if numbers differ.
 
     \b
     autopar verify llama-small/ plan.json
@@ -242,9 +245,11 @@ def _hints_for(path: Path, model: nn.Module, cluster: Cluster, workload: Workloa
 
 
 def _small_workload(plan: Plan, batch: int | None, seq: int | None) -> Workload:
-    """A batch to verify ``plan`` with: of two of its micro-batches, if it has so many, and short."""
+    """A batch to verify ``plan`` with: of two of its micro-batches, if it has so many, and short; of a plan to generate
+    some prompts a rank of the data."""
     own = Workload.from_dict(plan.workload)
-    some = plan.degrees["dp"] * plan.micro_batch_size * min(2, plan.num_micro_batches)
+    size = plan.micro_batch_size * min(2, plan.num_micro_batches)
+    some = plan.degrees["dp"] * (min(size, VERIFY_PROMPTS) if own.mode == "infer" else size)
     few = min(some, own.global_batch or some)
     return Workload(global_batch=batch or few, seq_len=seq or min(VERIFY_TOKENS, own.seq_len or VERIFY_TOKENS))
 

@@ -74,7 +74,7 @@ def compare(plan: Plan, measured: Measured, peak_memory: float | None = None) ->
     seconds |= {name: (plan.breakdown[name], value) for name, value in parts.items() if name != STEP}
     found: dict[str, tuple[float, float]] = {}
     if peak_memory is not None:
-        found["peak_memory"] = (float(plan.peak_memory), _positive("peak_memory", peak_memory))
+        found["peak_memory"] = (float(plan.needed_memory), _positive("peak_memory", peak_memory))
     spread = statistics.median(abs(t - whole) for t in times) / whole if times else 0.0
     where = tuple(_where(plan, seconds)) + tuple(_where_bytes(plan, found))
     return Comparison(seconds, found, len(times), spread, where)

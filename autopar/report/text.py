@@ -79,9 +79,7 @@ def _generation(plan: Plan, first: Prefill) -> str:
     batch, length = plan.workload["global_batch"], plan.workload["seq_len"]
     rate = f"{batch / plan.step_time:,.0f} tokens/s: one of each of {batch} samples a step, with {length} of context"
     takes = f"{seconds_text(first.seconds)} and {bytes_text(first.memory)} a device"
-    room = Cluster.from_dict(plan.cluster).device.memory_bytes
-    chunks = "" if first.memory <= room else ", more than it has: generate(..., prefill_chunk_size=) takes less"
-    return f"{rate}; prompts as long, all at once, take {takes}{chunks}"
+    return f"{rate}; prompts as long, all at once, take {takes}"
 
 
 def storage_text(plan: Plan) -> str:
@@ -134,6 +132,9 @@ def _memory(plan: Plan) -> Table:
     kinds = dict.fromkeys((*plan.memory, *plan.peak))
     rows = [(kind, *(bytes_text(part.get(kind, 0)) for part in (plan.memory, plan.peak)), "") for kind in kinds]
     rows.append(("total", "", bytes_text(peak), f"{share_text(peak / limit)} of the {bytes_text(limit)} {origin}"))
+    if plan.prefill is not None:
+        most = plan.prefill.memory
+        rows.append(("total of prompts", "", bytes_text(most), f"{share_text(most / limit)}, while they are read"))
     return table(rows, ("", "at most", "at the peak", ""), right=(1, 2))
 
 

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 #: What is asked, and what it is multiplied by.
 SLOWER, MORE, LARGER = 0.5, 2, 1.2
-#: What follows from the size of the batch, and is no other decision where all else stays.
-_FOLLOWS = "num_micro_batches"
+#: What follows from the size of the batch, and is no other decision where all else stays: of training the number of
+#: micro-batches, of inference, which has one, its size.
+_FOLLOWS = ({"num_micro_batches"}, {"micro_batch_size"})
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The answer to one ``question``: a step of ``work`` times the plan's takes ``step_time`` seconds and
+    """The answer to one ``question``: a step of ``work`` times the plan's takes ``step_time`` seconds and a run
     ``peak_memory`` bytes a device, with the ``decision`` in words. ``changes`` are what is decided otherwise, each as
     (what, before, then), none if the decision stays. Where no plan was found, ``error`` says why, and both numbers are
     None."""
@@ -49,7 +50,7 @@ def what_if(plan: Plan, search_seconds: float | None = None) -> Plan:
     """``plan`` with all answers. PlanError if its model is not known any more; a question without a plan is answered by
     the error."""
     model, question, answer = recall(plan)
-    asked = list(questions(question))
+    asked = list(questions(question, by_token=plan.prefill is not None))
     found = []
     for i, (text, work, other) in enumerate(asked):
         announce(f"What if: {text} ({i + 1} of {len(asked)})")
@@ -63,9 +64,9 @@ def what_if(plan: Plan, search_seconds: float | None = None) -> Plan:
 
 def _answered(plan: Plan, text: str, work: float, found: Plan) -> WhatIf:
     changes = [(d.what, str(d.mine), str(d.other)) for d in decided(plan, found)]
-    if work > 1 and all(what == _FOLLOWS for what, _, _ in changes):
+    if work > 1 and any({what for what, _, _ in changes} <= follows for follows in _FOLLOWS):
         changes = []
-    return WhatIf(text, work, decision_text(found), tuple(changes), found.step_time, found.peak_memory, "")
+    return WhatIf(text, work, decision_text(found), tuple(changes), found.step_time, found.needed_memory, "")
 
 
 def decision_text(plan: Plan) -> str:
@@ -82,13 +83,15 @@ def decision_text(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def questions(question: Question) -> Iterator[tuple[str, float, Question]]:
+def questions(question: Question, by_token: bool = False) -> Iterator[tuple[str, float, Question]]:
     """The questions in words, how many times the work they ask for, and as they are answered. The sequence is only
-    asked for where it is known."""
+    asked for where it is known. Steps ``by_token``, of a generation, make one token of every sample however many there
+    are before it."""
     yield "links half as fast", 1, replace(question, cluster=_slower(question.cluster))
     yield "twice the batch", MORE, _longer(question, "global_batch", 0)
     if question.workload.seq_len is not None:
-        yield "sequences twice as long", MORE, _longer(question, "seq_len", 1)
+        what = "contexts twice as long" if by_token else "sequences twice as long"
+        yield what, 1 if by_token else MORE, _longer(question, "seq_len", 1)
     yield "20% more memory", 1, _larger(question)
 
 

@@ -1,13 +1,11 @@
 """Generation over all ranks: transformers' loop on each, emitted programs for its forwards, a cache that is split.
 
-Every rank runs the same loop on the whole logits, so all of them choose the same tokens. The first forward, of the
-prompt, returns the keys and values of its tokens; every later one writes those of its own where they rest.
+Every rank runs the same loop on the whole logits, so all of them choose the same tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._compat import pytree
-from autopar.capture.hf_cache import TracedCache
-from autopar.capture.hf_generate import bucket_of, following, generating, prompt, why_not
+from autopar.capture.hf_generate import bucket_of, generating, why_not
 from autopar.errors import InputError
 from autopar.runtime.batches import check_alike, contents
+from autopar.runtime.decoding import Forwards, KeptTokens, traced
 from autopar.runtime.parameters import as_dtensor
 from autopar.runtime.process import host_group, placements
 from autopar.runtime.program import Specialization
@@ -39,31 +37,14 @@ OTHER_PROMPT = (
 )
 
 
-@dataclass
-class SplitCache:
-    """This rank's pieces of the keys and values of all layers, keys first, of ``length`` tokens, of which ``filled``
-    are known; transformers' loop hands it from step to step."""
+@dataclass(kw_only=True)
+class SplitCache(KeptTokens):
+    """This rank's ``pieces`` of the keys and values."""
 
-    length: int
     mesh: Mesh
     device_mesh: DeviceMesh
-    filled: int = 0
     pieces: list[Tensor] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
-    #: Of the whole tensors.
-    shapes: list[torch.Size] = field(default_factory=list)
-
-    # what transformers' loop asks
-    is_compileable = False
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """It keeps tokens, for every layer."""
-        return [False]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that are known."""
-        return self.filled
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let sample ``i`` be what ``beam_idx[i]`` was, a beam of the same sample: those of other ranks are fetched, by
@@ -88,30 +69,14 @@ class SplitCache:
         whole = as_dtensor(piece, layout, self.mesh, self.device_mesh, shape)
         return whole.redistribute(placements=placements(together, self.mesh)).to_local()
 
-    # what a forward takes and leaves
-    def whole(self) -> list[Tensor]:
-        """The whole tensors of which this rank has pieces, on the meta device."""
-        pairs = zip(self.shapes, self.pieces, strict=True)
-        return [torch.empty(shape, dtype=piece.dtype, device="meta") for shape, piece in pairs]
-
-    def traced(self, tensors: Sequence[Tensor], filled: Tensor) -> TracedCache:
-        """The cache as a forward takes it, of ``tensors`` in the place of this one's pieces."""
-        layers = len(tensors) // 2
-        return TracedCache(tensors[:layers], tensors[layers:], filled)
-
-    def take(self, special: Specialization, results: dict[int, Tensor], count: int) -> None:
-        """Keep what the forward of a prompt of ``count`` tokens has left: takes it out of ``results``, by place, one
-        after the other, so that not all of it is there twice."""
+    def take(self, special: Specialization, results: dict[int, Tensor]) -> None:
+        """Keep what the forward of a prompt has left: takes it out of ``results``, by place, one after the other, so
+        that not all of it is there twice."""
         for place, output in enumerate(special.captured.outputs):
             if output.cached:
-                new, shape = results.pop(place), output.node.meta["val"].shape
-                kept = new.new_zeros((*new.shape[:2], self.length, new.shape[3]))
-                length = min(self.length, new.shape[2])
-                kept[:, :, :length] = new[:, :, :length]
-                self.pieces.append(kept)
+                self.pieces.append(self.room(results.pop(place)))
                 self.layouts.append(special.assignment.sinks[place])
-                self.shapes.append(torch.Size((*shape[:2], self.length, shape[3])))
-        self.filled = count
+                self.note(output.node.meta["val"])
 
 
 def generate(module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -147,10 +112,11 @@ def _generator_state(device_type: str) -> str:
     return contents([torch.cuda.get_rng_state() if device_type == "cuda" else torch.get_rng_state()])
 
 
-class _Steps:
-    """The forwards of one generation from a prompt of these ``words``."""
+class _Steps(Forwards[SplitCache]):
+    """The forwards of one generation from a prompt of these ``words``, by all ranks together."""
 
     def __init__(self, module: ParallelModule, words: str) -> None:
+        super().__init__(module._original)
         self.module, self.words = module, words
         #: Those of every program that has run: to look them up by name takes as long as a small layer.
         self.parameters: dict[Specialization, list[Tensor]] = {}
@@ -172,28 +138,21 @@ class _Steps:
                     change="generate fewer (max_new_tokens), or plan with a larger seq_len",
                 )
             room = min(room, workload.seq_len)
-        return SplitCache(room, self.module.mesh, self.module.device_mesh)
+        return SplitCache(length=room, mesh=self.module.mesh, device_mesh=self.module.device_mesh)
 
-    def forward(self, *, cache: SplitCache, **kwargs: Any) -> Any:
-        """What the model returns for new tokens, with whole logits; their keys and values go to ``cache``."""
-        given = {name: value for name, value in kwargs.items() if value is not None}
-        rows = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
-        positions, count = given.get("position_ids"), rows.shape[1]
-        if positions is not None and positions.dim() == 2:  # one row for all samples has no batch to split
-            given["position_ids"] = positions.expand(rows.shape[0], -1)
-        if cache.filled == 0:
-            given = {**prompt(self.module._original, given, cache.length), "cache": TracedCache()}
-            special, results = self._run(given, given)
-            cache.take(special, results, count)
-        else:
-            given, filled = following(given, cache.length), torch.tensor(cache.filled, device=rows.device)
-            shapes = {**given, "cache": cache.traced(cache.whole(), filled)}
-            special, results = self._run(shapes, {**given, "cache": cache.traced(cache.pieces, filled)})
-            cache.filled += count
+    def first(self, cache: SplitCache, given: dict[str, Any]) -> Any:
+        """As `Forwards.first`."""
+        special, results = self._run(given, given)
+        cache.take(special, results)
+        return self._rebuilt(special, results)
+
+    def later(self, cache: SplitCache, shapes: dict[str, Any], given: dict[str, Any], filled: Tensor) -> Any:
+        """As `Forwards.later`."""
+        return self._rebuilt(*self._run(shapes, {**given, "cache": traced(cache.pieces, filled)}))
+
+    def _rebuilt(self, special: Specialization, results: dict[int, Tensor]) -> Any:
         found = rebuild(special, results, results.__getitem__, self.module.device_mesh, None)
-        for name in [name for name, value in found.items() if isinstance(value, TracedCache)]:
-            found[name] = cache
-        found["logits"] = found["logits"].whole()[:, :count]
+        found["logits"] = found["logits"].whole()
         return found
 
     def _run(self, shapes: dict[str, Any], given: dict[str, Any]) -> tuple[Specialization, dict[int, Tensor]]:

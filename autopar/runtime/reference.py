@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from autopar import ops
 from autopar._compat import grouped_mm, pytree
 from autopar.capture import batch_tensors
+from autopar.passes.partition import Program
 from autopar.runtime.precision import inputs_as_used, mixed_call
 from autopar.runtime.program import Emitted, Specialization, StepProgram
 from autopar.runtime.simulate import Traffic, run_ranks
@@ -180,14 +181,14 @@ def run_sharded(model: nn.Module, special: Emitted, batch: Batch) -> tuple[Run, 
     if isinstance(special, StepProgram):
         simulation = _StepSimulation(model, special, batch.optimizer, batch.draw)
     else:
-        simulation = _ForwardSimulation(model, special, batch.optimizer, batch.draw)
+        simulation = ForwardSimulation(model, special, batch.optimizer, batch.draw)
     tensors = batch_tensors(batch.args, batch.kwargs)
     steps = [simulation.step(number, tensors) for number in range(batch.steps)]
     results, gradients = [r for r, _ in steps], [g for _, g in steps]
     return Run(results, gradients, simulation.parameters(), simulation.updated), simulation.traffic
 
 
-def _assemble(pieces: list[Tensor], layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Tensor:
+def assemble(pieces: list[Tensor], layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> Tensor:
     """The whole tensor from every rank's piece; replicas that differ make it NaN."""
     whole = pieces[0].new_empty(shape)
     for rank in range(mesh.size):
@@ -243,7 +244,7 @@ class _Simulation(Generic[T]):
         held = {b.name: b for b in captured.buffers}
         for i, place in enumerate(self.special.places):
             o, layout = captured.outputs[place], self.special.assignment.sinks[place]
-            whole = _assemble([out[i] for out in outputs], layout, self.mesh, tuple(o.node.meta["val"].shape))
+            whole = assemble([out[i] for out in outputs], layout, self.mesh, tuple(o.node.meta["val"].shape))
             if o.buffer is None:
                 results.append(whole)
             else:
@@ -255,7 +256,7 @@ class _Simulation(Generic[T]):
         whole = {}
         for i, p in enumerate(trained):
             pieces = [g[i].to(p.storage_dtype) for g in local]
-            whole[p.name] = _assemble(pieces, self.special.assignment.sources[p.placeholder], self.mesh, p.spec.shape)
+            whole[p.name] = assemble(pieces, self.special.assignment.sources[p.placeholder], self.mesh, p.spec.shape)
             for r in self.ranks:
                 self.pieces[r][p.name].grad = pieces[r]
         for optimizer in self.optimizers:
@@ -265,7 +266,7 @@ class _Simulation(Generic[T]):
     def parameters(self) -> dict[str, Tensor]:
         """The whole parameters as they are now."""
         return {
-            p.name: _assemble(
+            p.name: assemble(
                 [self.pieces[r][p.name].detach() for r in self.ranks],
                 self.special.assignment.sources[p.placeholder],
                 self.mesh,
@@ -275,17 +276,31 @@ class _Simulation(Generic[T]):
         }
 
 
-class _ForwardSimulation(_Simulation[Specialization]):
+class ForwardSimulation(_Simulation[Specialization]):
     """A forward with its backward."""
 
     def step(self, number: int, tensors: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """As `_Simulation.step`."""
         program, traffic = self.special.program, self.traffic if number == 0 else None
+        values = [self.values(number, tensors, rank) for rank in self.ranks]
+        outputs = self.forward(program, values, traffic)
+        local: list[list[Tensor]] = [[] for _ in self.ranks]
+        if program.backward is not None:
+            self._add_tangents(values)
+            inputs = [[v[n] for n in program.backward_inputs] for v in values]
+            local = run_ranks(program.backward, inputs, self.mesh, traffic)
+        return self.results(outputs), self.update(local)
+
+    def values(self, number: int, tensors: list[Tensor], rank: int) -> dict[str, Tensor]:
+        """All that enters the program on one rank in step ``number``."""
         coordinates = self.special.sharded.coordinates.name
-        common = self.given(number, tensors)
-        values = [
-            {**common, **self.own(r), coordinates: torch.tensor(self.mesh.coordinates(r))} for r in self.ranks
-        ]
+        where = torch.tensor(self.mesh.coordinates(rank))
+        return {**self.given(number, tensors), **self.own(rank), coordinates: where}
+
+    def forward(
+        self, program: Program, values: list[dict[str, Tensor]], traffic: Traffic | None
+    ) -> list[list[Tensor]]:
+        """The outputs of a forward on every rank; ``values`` of every rank get what it saves for the backward."""
         if program.copies is not None:
             inputs = [[v[n] for n in program.copies.inputs] for v in values]
             for v, made in zip(values, run_ranks(program.copies.module, inputs, self.mesh, traffic), strict=True):
@@ -294,12 +309,7 @@ class _ForwardSimulation(_Simulation[Specialization]):
         outputs = run_ranks(program.forward, inputs, self.mesh, traffic)
         for v, out in zip(values, outputs, strict=True):
             v.update(zip(program.saved, out[program.num_results :], strict=True))
-        local: list[list[Tensor]] = [[] for _ in self.ranks]
-        if program.backward is not None:
-            self._add_tangents(values)
-            inputs = [[v[n] for n in program.backward_inputs] for v in values]
-            local = run_ranks(program.backward, inputs, self.mesh, traffic)
-        return self.results(outputs), self.update(local)
+        return outputs
 
     def _add_tangents(self, values: list[dict[str, Tensor]]) -> None:
         outputs = zip(self.special.captured.outputs, self.special.assignment.sinks, strict=False)

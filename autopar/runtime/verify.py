@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from autopar.runtime.program import Emitted, StepProgram
 from autopar.runtime.reference import Batch, Run, redrawn, run_eager, run_exact, run_sharded
 from autopar.runtime.simulate import Traffic
 from autopar.sharding.layout import MICRO_BATCH
+
+R = TypeVar("R")
 
 #: Largest error allowed, by the least precise floating dtype in the graph (DESIGN section 9); 16-bit dtypes are
 #: judged against a float64 run instead, and so is what float32 cannot resolve to the bound.
@@ -117,27 +119,39 @@ def _above_floor(name: str, truth: Run, floor: float) -> Tensor:
     return kept
 
 
-class _Noise:
+@dataclass(frozen=True)
+class Ways(Generic[R]):
+    """The ways to run a model that are compared, each of a model and the number of its draw: ``eager``; the same in
+    float64 throughout (``exact``); and ``sharded``. ``errors`` are those of one run against another, by name, ``dtype``
+    is the least precise one in which they compute."""
+
+    eager: Callable[[nn.Module, int], R]
+    exact: Callable[[nn.Module, int], R]
+    sharded: Callable[[nn.Module, int], R]
+    errors: Callable[[R, R], dict[str, float]]
+    dtype: torch.dtype
+
+
+class _Noise(Generic[R]):
     """Errors of the sharded run and of the one-process run against float64, each an RMS over the draws made so far."""
 
-    def __init__(self, model: nn.Module, special: Emitted, batch: Batch, sharded: Run, eager: Run) -> None:
+    def __init__(self, model: nn.Module, ways: Ways[R], sharded: R, eager: R) -> None:
         """``sharded`` and ``eager`` are the runs of the model with its own parameters, the first draw."""
-        self.model, self.special, self.batch = model, special, batch
+        self.model, self.ways = model, ways
         self.draws = 0
         self.squares: tuple[dict[str, float], ...] = (defaultdict(float), defaultdict(float))
-        self._add(sharded, eager, run_exact(model, special, batch))
+        self._add(sharded, eager, ways.exact(model, 0))
 
-    def _add(self, sharded: Run, eager: Run, exact: Run) -> None:
+    def _add(self, sharded: R, eager: R, exact: R) -> None:
         for squares, run in zip(self.squares, (sharded, eager), strict=True):
-            for name, error in _errors(run, exact, self.batch.optimizer, _least_precise(self.special)).items():
+            for name, error in self.ways.errors(run, exact).items():
                 squares[name] += error * error
         self.draws += 1
 
     def draw(self) -> None:
         """One more draw of the parameters."""
-        model, batch = redrawn(self.model, self.draws), replace(self.batch, draw=self.draws)
-        sharded, _ = run_sharded(model, self.special, batch)
-        self._add(sharded, run_eager(model, self.special, batch), run_exact(model, self.special, batch))
+        model, ways, draw = redrawn(self.model, self.draws), self.ways, self.draws
+        self._add(ways.sharded(model, draw), ways.eager(model, draw), ways.exact(model, draw))
 
     def errors(self) -> tuple[dict[str, float], dict[str, float]]:
         """The sharded run's errors, and what is allowed."""
@@ -156,6 +170,44 @@ class _Noise:
             self.draw()
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """Errors by name with what is ``allowed``, the name of the ``worst`` against that, and over how many ``draws`` of
+    the parameters they are."""
+
+    errors: dict[str, float]
+    allowed: dict[str, float]
+    worst: str
+    draws: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether all errors are allowed."""
+        return _ratio(self.errors[self.worst], self.allowed[self.worst]) <= 1.0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader should know."""
+        many = f"rounding errors were compared over {self.draws} draws of the parameters"
+        return (many,) if self.draws > 1 else ()
+
+
+def judge(model: nn.Module, ways: Ways[R], sharded: R, eager: R) -> Judgement:
+    """Hold the errors of a sharded run against the bound of its dtype, and those that are above it, or have none,
+    against eager's own."""
+    errors, draws = ways.errors(sharded, eager), 1
+    allowed = dict.fromkeys(errors, BOUNDS.get(ways.dtype, 0.0))
+    unresolved = {n for n, e in errors.items() if not e <= allowed[n]} if ways.dtype in BOUNDS else set(errors)
+    if unresolved and ways.dtype != torch.float64:
+        noise = _Noise(model, ways, sharded, eager)
+        mine, theirs = noise.settle(unresolved)
+        errors |= {n: mine[n] for n in unresolved}
+        allowed |= {n: theirs[n] for n in unresolved}
+        draws = noise.draws
+    ratios = {n: _ratio(e, allowed[n]) for n, e in errors.items()}
+    return Judgement(errors, allowed, max(ratios, key=lambda n: ratios[n]), draws)
+
+
 def compare(
     model: nn.Module,
     special: Emitted,
@@ -167,36 +219,33 @@ def compare(
     notes: tuple[str, ...] = (),
 ) -> VerifyReport:
     """Run ``special`` on all its ranks and the model in eager mode, ``steps`` optimizer steps each."""
-    batch = Batch(args, kwargs, steps, optimizer)
-    eager = run_eager(model, special, batch)
-    sharded, traffic = run_sharded(model, special, batch)
-    dtype = _least_precise(special)
-    errors = _errors(sharded, eager, optimizer, dtype)
-    allowed = dict.fromkeys(errors, BOUNDS.get(dtype, 0.0))
-    unresolved = {n for n, e in errors.items() if not e <= allowed[n]} if dtype in BOUNDS else set(errors)
-    if unresolved and dtype != torch.float64:
-        noise = _Noise(model, special, batch, sharded, eager)
-        mine, theirs = noise.settle(unresolved)
-        errors |= {n: mine[n] for n in unresolved}
-        allowed |= {n: theirs[n] for n in unresolved}
-        if noise.draws > 1:
-            notes += (f"rounding errors were compared over {noise.draws} draws of the parameters",)
-    ratios = {n: _ratio(e, allowed[n]) for n, e in errors.items()}
-    worst = max(ratios, key=lambda n: ratios[n])
+
+    def batch(draw: int) -> Batch:
+        return Batch(args, kwargs, steps, optimizer, draw)
+
+    ways = Ways(
+        lambda m, draw: run_eager(m, special, batch(draw)),
+        lambda m, draw: run_exact(m, special, batch(draw)),
+        lambda m, draw: run_sharded(m, special, batch(draw))[0],
+        lambda found, truth: _errors(found, truth, optimizer, least_precise(special)),
+        least_precise(special),
+    )
+    eager = ways.eager(model, 0)
+    sharded, traffic = run_sharded(model, special, batch(0))
+    judged = judge(model, ways, sharded, eager)
     flops = sum(op.flops for op in special.operators)
-    loss = next((float(r) for r in sharded.results[0] if r.dim() == 0), None)
     return VerifyReport(
-        all(r <= 1.0 for r in ratios.values()),
-        errors[worst],
-        worst,
-        allowed[worst],
-        errors,
+        judged.ok,
+        judged.errors[judged.worst],
+        judged.worst,
+        judged.allowed[judged.worst],
+        judged.errors,
         sharded.gradients[-1],
-        loss,
+        next((float(r) for r in sharded.results[0] if r.dim() == 0), None),
         traffic.flops / flops if flops else 1.0,
         traffic,
         special.assignment.mesh.without(MICRO_BATCH).size * (special.pp if isinstance(special, StepProgram) else 1),
-        notes,
+        notes + judged.notes,
     )
 
 
@@ -207,7 +256,7 @@ def _ratio(error: float, allowed: float) -> float:
     return error / allowed if allowed > 0 else (0.0 if error == 0 else math.inf)
 
 
-def _least_precise(special: Emitted) -> torch.dtype:
+def least_precise(special: Emitted) -> torch.dtype:
     """The least precise floating dtype that the captured graph computes in: a float64 model that casts to float32
     inside is no more exact than float32."""
     found = {s.dtype for s in special.operators.specs.values() if s.dtype.is_floating_point}

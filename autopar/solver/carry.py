@@ -181,13 +181,25 @@ def plan_pins(captured: Captured, operators: Operators, plan: Plan) -> Pins:
     """The pins that carry ``plan`` to a graph."""
     storage = storage_of(plan)
     layouts = {p.name: layout for p in captured.parameters if (layout := storage(p.name)) is not None}
+    return carried_pins(operators, plan.mesh, layouts, plan.operators, plan.hints.get("dispatch"))
+
+
+def carried_pins(
+    operators: Operators,
+    mesh: Mesh,
+    layouts: Mapping[str, Layout],
+    choices: Mapping[str, Mapping[str, str]],
+    dispatch: str | None,
+) -> Pins:
+    """The pins of a graph whose parameters rest in ``layouts``, by name, and whose heavy operators split what
+    ``choices`` (`operator_choices`) say."""
     zero_dims = {name: {a: d for a in STATE_AXES if (d := lay.dim_of(a)) is not None} for name, lay in layouts.items()}
     return Pins(
         storage=lambda name, layout: name not in layouts or layouts[name] == layout,
-        operator=operator_pin(operators, plan.operators, plan.mesh),
+        operator=operator_pin(operators, choices, mesh),
         zero_dims=zero_dims,
         strict=False,
-        dispatch=plan.hints.get("dispatch"),
+        dispatch=dispatch,
     )
 
 

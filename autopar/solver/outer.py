@@ -15,10 +15,12 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from autopar.cluster import Cluster
 from autopar.hint_checks import DEGREES
 from autopar.hints import Hints
+from autopar.plan import Prefill
 from autopar.report.progress import Progress
 from autopar.sharding.axes import STATE_AXES, make_mesh
 from autopar.sharding.layout import Mesh
@@ -72,9 +74,16 @@ class Known:
     replicas: dict[tuple[object, ...], Replica] = field(default_factory=dict)
 
 
+class Prompts(Protocol):
+    """What the forward of a generation's prompts takes under what was solved for the tokens after them."""
+
+    def under(self, setting: Setting, solved: Solved, dispatch: str | None) -> Prefill: ...
+
+
 @dataclass(frozen=True)
 class Frame:
-    """What a search is for: ``pins`` are the hints', ``budget`` bytes a device."""
+    """What a search is for: ``pins`` are the hints', ``budget`` bytes a device. Of a generation, whose step is one
+    token, ``prompts`` are what it starts from, which have to fit too."""
 
     setting: Setting
     hints: Hints
@@ -82,6 +91,7 @@ class Frame:
     limits: Limits
     budget: float
     known: Known = field(default_factory=Known)
+    prompts: Prompts | None = None
 
     @functools.cached_property
     def state(self) -> float:
@@ -124,13 +134,14 @@ class Frame:
 @dataclass(frozen=True)
 class Found:
     """A candidate that was solved; ``peaks`` are bytes by kind at the fullest moment of every rank of its pipeline, of
-    one rank without."""
+    one rank without; ``prefill`` is of the prompts that come first, if any do."""
 
     estimate: Estimate
     pipeline: Pipeline | None
     setting: Setting
     solved: Solved
     peaks: tuple[dict[str, int], ...]
+    prefill: Prefill | None = None
 
     @property
     def candidate(self) -> Candidate:
@@ -140,7 +151,8 @@ class Found:
     @property
     def needed(self) -> int:
         """Bytes of the fullest device."""
-        return max(sum(kinds.values()) for kinds in self.peaks)
+        step = max(sum(kinds.values()) for kinds in self.peaks)
+        return step if self.prefill is None else max(step, self.prefill.memory)
 
 
 #: Hints that say nothing of how the operators of a replica are split.
@@ -360,7 +372,7 @@ class Solver:
         task = task_of(frame, self.estimates, e)
         limit, short = frame.budget, 0.0
         while (solved := task.solve(limit)) is not None:
-            found = Found(e, task.pipeline, task.setting, solved, peaks(task, solved, c.micro_batches))
+            found = found_of(frame, e, task, solved)
             self.errors[_kind(e)] = solved.step_time / e.seconds
             if found.needed <= frame.budget:
                 self.found.append(found)
@@ -381,6 +393,12 @@ def task_of(frame: Frame, estimates: Estimates, e: Estimate) -> Task:
     zero = replace(frame.setting.zero, stage=e.candidate.zero)
     setting = replace(frame.setting, recompute=e.recompute, zero=zero)
     return Task(setting, mesh_of(e.candidate), pins_of(frame, e.candidate), _pipeline(frame, estimates, e))
+
+
+def found_of(frame: Frame, e: Estimate, task: Task, solved: Solved) -> Found:
+    """What was solved for a candidate, with what it needs at its fullest moment."""
+    prefill = None if frame.prompts is None else frame.prompts.under(task.setting, solved, frame.pins.dispatch)
+    return Found(e, task.pipeline, task.setting, solved, peaks(task, solved, e.candidate.micro_batches), prefill)
 
 
 def peaks(task: Task, solved: Solved, micro_batches: int) -> tuple[dict[str, int], ...]:
@@ -429,9 +447,9 @@ def small_plans(estimates: Estimates, budget: float = math.inf) -> Iterator[Foun
         limit = least if math.isinf(budget) else budget
         if e.memory > HOPELESS * budget or SURE * off * e.memory > limit:
             return
-        task, c = task_of(estimates.frame, estimates, e), e.candidate
+        task = task_of(estimates.frame, estimates, e)
         _, solved = task.least_memory()
         if solved is not None:
-            found = Found(e, task.pipeline, task.setting, solved, peaks(task, solved, c.micro_batches))
+            found = found_of(estimates.frame, e, task, solved)
             least, off = min(least, float(found.needed)), min(off, found.needed / e.memory)
             yield found

@@ -31,7 +31,17 @@ from autopar.solver.constraints import check_constraints
 from autopar.solver.estimate import Estimate
 from autopar.solver.layer_costs import flops_by_dtype, layer_costs
 from autopar.solver.microbatches import loss_place
-from autopar.solver.outer import CONTEXT_TOKENS, Estimates, Found, Frame, Known, Solver, least_memory, small_plans
+from autopar.solver.outer import (
+    CONTEXT_TOKENS,
+    Estimates,
+    Found,
+    Frame,
+    Known,
+    Prompts,
+    Solver,
+    least_memory,
+    small_plans,
+)
 from autopar.solver.parts import forwards_first, runs_in_parts, why_whole
 from autopar.solver.pipeline import hinted, units
 from autopar.solver.setting import Setting, is_sharded
@@ -69,11 +79,13 @@ def search(
     compiled: bool = False,
     seconds: float | None = None,
     known: Known | None = None,
+    prompts: Prompts | None = None,
 ) -> Plan:
-    """The fastest plan that fits, of graphs that are ``compiled`` or run operator by operator. After ``seconds`` the
-    best so far is taken. What is ``known`` already is shared with other searches of the same model, cluster and
-    workload. Raises HintError, MicroBatchError and InfeasibleError."""
-    frame = make_frame(captured, cluster, workload, hints, compiled, known)
+    """The fastest plan that fits, of graphs that are ``compiled`` or run operator by operator, and in which the
+    ``prompts`` of a generation fit too. After ``seconds`` the best so far is taken. What is ``known`` already is shared
+    with other searches of the same model, cluster and workload. Raises HintError, MicroBatchError and
+    InfeasibleError."""
+    frame = replace(make_frame(captured, cluster, workload, hints, compiled, known), prompts=prompts)
     with progress() as line:
         return _Search(model, frame, workload, seconds, line).plan()
 
@@ -86,12 +98,13 @@ def has_plan(
     hints: Hints,
     compiled: bool = False,
     known: Known | None = None,
+    prompts: Prompts | None = None,
 ) -> bool:
     """Whether `search` finds a plan: whether one of those that need the fewest bytes fits. Which one would be fastest
     is not asked, so the answer takes a small part of the time."""
     with progress() as line:
         try:
-            frame = make_frame(captured, cluster, workload, hints, compiled, known)
+            frame = replace(make_frame(captured, cluster, workload, hints, compiled, known), prompts=prompts)
             small = small_plans(Estimates(frame, line), frame.budget)
             return any(f.needed <= frame.budget for f in small)
         except (HintError, InfeasibleError):
@@ -222,6 +235,7 @@ class _Search:
             workload=self.workload.to_dict(),
             hints=self.frame.hints.to_dict(),
             flops_share=best.flops_share,
+            prefill=found.prefill,
             flops=flops_by_dtype(operators),
             costs=layer_costs(Stages(setting, best.assignment, c.micro_batches, found.pipeline)),
             timing=best.timing,
@@ -350,7 +364,8 @@ def _no_plan(frame: Frame, least: Found, free: Found | None) -> InfeasibleError:
     def describe(found: Found) -> str:
         table = found.candidate.degrees.table()
         axes = ", ".join(f"{axis}={n}" for axis, n in table.items() if n > 1 or axis in ("dp", "tp"))
-        return f"{axes} with {math.ceil(found.needed)} bytes ({bytes_text(found.needed)})"
+        when = "" if found.prefill is None or found.prefill.memory < found.needed else " while prompts are read"
+        return f"{axes} with {math.ceil(found.needed)} bytes ({bytes_text(found.needed)}){when}"
 
     hints, budget = frame.hints, frame.budget
     source = "the hint memory_limit" if hints.memory_bytes == budget else f"one {frame.cluster.device.name}"

@@ -23,7 +23,7 @@ def alternatives(plan: Plan) -> Markup:
               ("longer by", ""), ("memory", "n"), ("why it lost", ""))  # fmt: skip
     chosen = _row(
         plan.degrees, plan.zero, plan.zero_group_size, plan.num_micro_batches, plan.schedule, plan.recompute,
-        plan.step_time, plan.peak_memory, "chosen", cell("", value=0.0),
+        plan.step_time, plan.needed_memory, "chosen", cell("", value=0.0),
     )  # fmt: skip
     rows = [chosen, *(_alternative(a, a.step_time / plan.step_time - 1, most) for a in plan.alternatives)]
     table = grid(header, [tag("tbody", row) for row in rows], "Plans that lost, and why", sortable=True)

@@ -66,8 +66,8 @@ def tiles(plan: Plan) -> Markup:
     shown.append(
         (
             "Peak memory",
-            bytes_text(plan.peak_memory),
-            f"{_spare(limit - plan.peak_memory)} of the {bytes_text(limit)} {origin}",
+            bytes_text(plan.needed_memory),
+            f"{_spare(limit - plan.needed_memory)} of the {bytes_text(limit)} {origin}",
         )
     )
     shown.append(("Gap", f"≤ {share_text(plan.gap)}", "longer than the best of its space"))
@@ -135,6 +135,9 @@ def _memory(plan: Plan) -> Iterator[str]:
         f"The fullest device{where} holds {bytes_text(plan.peak_memory)}, with {_spare(limit - plan.peak_memory)} of "
         f"the {bytes_text(limit)} {origin}; most of it {kind}, {bytes_text(plan.peak[kind])}."
     )
+    if plan.prefill is not None:
+        most = plan.prefill.memory
+        yield f"While prompts are read it holds {bytes_text(most)}, with {_spare(limit - most)}."
 
 
 def _spare(count: int) -> str:
