@@ -38,17 +38,17 @@ HYBRID = Hints(dp=4, tp=1, zero=3, zero_group_size=2)
 
 
 @functools.cache
-def sharded_llama(hints: Hints) -> tuple[torch.nn.Module, dict[str, Any], Specialization]:
-    """A Llama of three layers with tied embeddings, its batch, and its program on four ranks."""
-    model, batch, captured = captured_llama()
+def sharded_llama(hints: Hints, tied: bool = True) -> tuple[torch.nn.Module, dict[str, Any], Specialization]:
+    """A Llama of three layers, its batch, and its program on four ranks."""
+    model, batch, captured = captured_llama(tied)
     plan = search(model, captured, Cluster.parse("cpu:4"), Workload(global_batch=8), hints)
     return model, batch, specialize(model, plan, (), batch, captured=captured)
 
 
 @functools.cache
-def captured_llama() -> tuple[torch.nn.Module, dict[str, Any], Captured]:
+def captured_llama(tied: bool = True) -> tuple[torch.nn.Module, dict[str, Any], Captured]:
     """The model, its batch and its graph."""
-    model, batch = llama(num_hidden_layers=LAYERS), tokens(8, 8)
+    model, batch = llama(num_hidden_layers=LAYERS, tie_word_embeddings=tied), tokens(8, 8)
     return model, batch, capture_batch(model, (), batch)
 
 
@@ -99,20 +99,56 @@ def test_merged_and_moved_collectives_give_the_same_values(hints: Hints, monkeyp
     assert plain.forward_inputs == special.program.forward_inputs and plain.saved == special.program.saved
 
 
-def test_zero3_gathers_and_scatters_once_a_block_like_fsdp2() -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_zero3_issues_one_collective_fewer_than_fsdp2(tied: bool) -> None:
     """FSDP2 with `fully_shard` on every layer and on the model: each direction gathers every layer and the root once,
-    and the backward reduce-scatters as often. All parameters, whole, once a direction; float32."""
-    model, _, special = sharded_llama(ZERO3)
+    and the backward reduce-scatters as often. Here the gradients of the root, the last of which is the embedding's, go
+    with the first layer's: one less, which pays for the loss. The same bytes, but the embedding is not gathered for a
+    backward that does not read it; float32."""
+    model, _, special = sharded_llama(ZERO3, tied)
     nbytes = sum(p.nbytes for p in model.parameters())
+    read = nbytes if tied else nbytes - model.get_input_embeddings().weight.nbytes
     backward = special.program.backward
     assert backward is not None
-    for graph in (special.program.forward.graph, backward.graph):
+    for graph, wanted in ((special.program.forward.graph, nbytes), (backward.graph, read)):
         gathers = calls(graph, "dp", "parameters")
         assert len(gathers) == LAYERS + 1
-        assert sum(piece_of(n).nbytes for n in gathers) == nbytes  # type: ignore[union-attr]
+        assert sum(piece_of(n).nbytes for n in gathers) == wanted  # type: ignore[union-attr]
     scatters = calls(backward.graph, "dp", "gradients")
-    assert [n.target for n in scatters] == [REDUCE_SCATTER] * (LAYERS + 1)
+    assert [n.target for n in scatters] == [REDUCE_SCATTER] * LAYERS
     assert sum(piece_of(n).nbytes for n in scatters) == nbytes  # type: ignore[union-attr]
+
+
+def test_parameters_are_gathered_where_they_are_needed() -> None:
+    """The embedding with the first layer, between which there is no product; the last norm and the head, which would
+    be held through the forward, when they are needed. A tied embedding is needed at both ends."""
+    model, _, special = sharded_llama(ZERO3, tied=False)
+    sizes = {name: p.nbytes for name, p in model.named_parameters()}
+    layer = sum(n for name, n in sizes.items() if name.startswith("model.layers.0."))
+    ends = [sizes["model.embed_tokens.weight"], sizes["model.norm.weight"] + sizes["lm_head.weight"]]
+    assert special.program.backward is not None
+    forward, backward = (
+        [piece_of(n).nbytes for n in calls(module.graph, "dp", "parameters")]  # type: ignore[union-attr]
+        for module in (special.program.forward, special.program.backward)
+    )
+    assert forward == [ends[0] + layer, *[layer] * (LAYERS - 1), ends[1]]
+    assert backward == [ends[1], *[layer] * LAYERS]
+
+    model, _, special = sharded_llama(ZERO3)
+    found = [piece_of(n).nbytes for n in calls(special.program.forward.graph, "dp", "parameters")]  # type: ignore[union-attr]
+    assert found == [ends[0] + sizes["model.norm.weight"], *[layer] * LAYERS]
+
+
+def test_what_is_large_goes_with_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the embedding fills a bucket nothing more is held than one block ahead: it moves by itself."""
+    _, _, special = sharded_llama(ZERO3, tied=False)
+    monkeypatch.setattr(buckets_module, "BUCKET_BYTES", 64)
+    program = partition(special.sharded)
+    assert program.backward is not None
+    found = [piece_of(n) for n in calls(program.forward.graph, "dp", "parameters")]
+    blocks = [f"model.layers.{i}" for i in range(LAYERS)]
+    assert [p.block for p in found if p is not None] == [None, *blocks, None, None]
+    assert len(calls(program.backward.graph, "dp", "gradients")) == LAYERS + 3
 
 
 @pytest.mark.parametrize("limit", [1, 4000, 20000, 2**30])
@@ -194,9 +230,10 @@ def test_reductions_start_early_and_are_waited_for_late() -> None:
 def test_hybrid_zero_all_reduces_the_shards_of_a_block_behind_the_backward(
     limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FSDP2 on a mesh of two axes: every block and the root, whatever their size, are all-reduced across groups once,
-    half of their bytes, when their reduce-scatter is done. The third block's is done when the second has been computed,
-    so that the first is computed beside its all-reduce; after that there is nothing left to compute."""
+    """FSDP2 on a mesh of two axes: every block, whatever its size, is all-reduced across groups once, half of its
+    bytes, when its reduce-scatter is done; the rest goes with the first one, or fills a bucket. The third block's when
+    the second has been computed, so that the first is computed beside its all-reduce; after that there is nothing left
+    to compute."""
     model, _, special = sharded_llama(HYBRID)
     monkeypatch.setattr(buckets_module, "BUCKET_BYTES", limit)
     backward = partition(special.sharded).backward
@@ -207,7 +244,7 @@ def test_hybrid_zero_all_reduces_the_shards_of_a_block_behind_the_backward(
     in_blocks = [[n for n in found if piece_of(n).block is not None] for found in (scatters, across)]  # type: ignore[union-attr]
     assert [piece_of(n).block for n in in_blocks[1]] == [f"model.layers.{i}" for i in reversed(range(LAYERS))]  # type: ignore[union-attr]
     assert [n.target for n in across] == [ALL_REDUCE] * len(across)
-    assert len(across) - LAYERS == (1 if limit > 64 else 2)  # the norm and the tied embedding are in no block
+    assert len(across) - LAYERS == (0 if limit > 64 else 2)  # the norm and the tied embedding are in no block
     assert sum(piece_of(n).nbytes for n in across) == sum(p.nbytes for p in model.parameters()) // 2  # type: ignore[union-attr]
     for scatter, reduction, following in zip(*in_blocks, [*in_blocks[0][1:], None], strict=True):
         assert place[wait_of(scatter)] < place[reduction]
@@ -241,6 +278,22 @@ def _piece(**changes: Any) -> Piece:
 def test_what_differs_is_not_merged(apart: dict[str, Any]) -> None:
     """Another axis, dtype, kind or block, or one that may depend on the other's result."""
     assert buckets([_piece(), _piece(**apart), _piece()]) == [[0, 2], [1]]
+
+
+@pytest.mark.parametrize(("kind", "purpose", "neighbours", "found"), [
+    ("all_gather", "parameters", ("b", None), [[0, 1], [2]]),
+    ("all_gather", "parameters", (None, "b"), [[0, 2], [1]]),
+    ("reduce_scatter", "gradients", (None, "b"), [[0, 1, 2]]),
+    ("reduce_scatter", "gradients", ("b", None), [[0], [1, 2]]),
+    ("all_reduce", "gradients", ("b", "b"), [[0, 1, 2]]),  # as DDP has them
+], ids=str)  # fmt: skip
+def test_what_lies_in_no_block_goes_with_its_neighbour(
+    kind: str, purpose: str, neighbours: tuple[str | None, ...], found: list[list[int]]
+) -> None:
+    """A parameter if it is needed there, gradients if the last of them is made there."""
+    base = {"kind": kind, "purpose": purpose}
+    outside = [_piece(block=None, neighbour=near, **base) for near in neighbours]
+    assert sorted(buckets([_piece(**base), *outside])) == found
 
 
 def test_a_bucket_keeps_the_dtype_and_the_reduction() -> None:

@@ -19,8 +19,9 @@ from autopar.solver.search import search
 from autopar.specialize import capture_batch, specialize, specialize_step
 
 LAYERS, SAMPLES = 2, 8
-#: Blocks, and the root with embedding (tied to the head) and last norm: what FSDP2 gathers at once.
-UNITS = LAYERS + 1
+#: Blocks, and the root with embedding (tied to the head) and last norm: what FSDP2 gathers at once. The gradients of
+#: the root go with those of the first block.
+UNITS, REDUCED = LAYERS + 1, LAYERS
 KINDS_OF_ZERO = {
     "0": {"zero": 0},
     "1": {"zero": 1},
@@ -60,10 +61,10 @@ def per_step(kind: str, m: int) -> dict[str, tuple[int, int]]:
     (the table of DESIGN section 6 written out)."""
     return {
         "0": {"all_gather": (0, 0), "reduce_scatter": (0, 0), "all_reduce": (1, 1)},
-        "1": {"all_gather": (UNITS, 1), "reduce_scatter": (UNITS, 1), "all_reduce": (0, 0)},
-        "2": {"all_gather": (UNITS, 1), "reduce_scatter": (m * UNITS, m), "all_reduce": (0, 0)},
-        "SHARD_GRAD_OP": {"all_gather": (m * UNITS, m), "reduce_scatter": (m * UNITS, m), "all_reduce": (0, 0)},
-        "3": {"all_gather": (2 * m * UNITS, 2 * m), "reduce_scatter": (m * UNITS, m), "all_reduce": (0, 0)},
+        "1": {"all_gather": (UNITS, 1), "reduce_scatter": (REDUCED, 1), "all_reduce": (0, 0)},
+        "2": {"all_gather": (UNITS, 1), "reduce_scatter": (m * REDUCED, m), "all_reduce": (0, 0)},
+        "SHARD_GRAD_OP": {"all_gather": (m * UNITS, m), "reduce_scatter": (m * REDUCED, m), "all_reduce": (0, 0)},
+        "3": {"all_gather": (2 * m * UNITS, 2 * m), "reduce_scatter": (m * REDUCED, m), "all_reduce": (0, 0)},
     }[kind]
 
 
@@ -154,7 +155,7 @@ def test_where_gradients_are_reduced() -> None:
             if phase is not None
         ]
         counts = [group.count(REDUCE_SCATTER) for group in found]
-        assert counts == ([0, UNITS] if kind == "1" else [UNITS, 0])[: len(found)]
+        assert counts == ([0, REDUCED] if kind == "1" else [REDUCED, 0])[: len(found)]
 
 
 def test_the_table() -> None:

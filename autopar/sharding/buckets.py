@@ -6,6 +6,11 @@ FSDP2's for parameters that rest sharded (one gather and one reduce-scatter a bl
 of its shards across the groups) and DDP's for gradients that are all-reduced otherwise (in the order in which the
 backward makes them, a bucket closed once it holds `BUCKET_BYTES`).
 
+What lies in no block and is small goes with a block where no product with a parameter comes between the two, as none
+does between the lookup of an embedding and the first block: nothing could hide a collective of its own, which would
+take another latency. Parameters do so if all that reads them is there, gradients, which nobody waits for, if the last
+of them is; `BUCKET_BYTES` bound what is held besides a block.
+
 Numbers that the forward sums up over ranks, such as the loss and how many tokens count in it, are pieces too. A mean is
 the quotient of two of them, and reducing the quotient of a part by a number that all ranks have is dividing the reduced
 part: so both travel together, though the quotient is made of one.
@@ -14,8 +19,11 @@ part: so both travel together, though the quotient is made of one.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -45,8 +53,9 @@ class Piece:
 
     ``purpose`` is ``parameters``, ``gradients``, or for a number ``activations``; ``depth`` counts the collectives
     before it on the same tensor, and for a number those that it may depend on. ``block`` is the block of the parameter
-    (None outside of blocks), ``ready`` the place among the operators of the one that makes the tensor. ``nbytes`` are
-    those of the whole tensor (cost_model.communication's X), ``before`` and ``after`` the shapes of a rank's piece.
+    (None outside of blocks), ``neighbour`` outside of them the block from which no product with a parameter separates
+    it, ``ready`` the place among the operators of the one that makes the tensor. ``nbytes`` are those of the whole
+    tensor (cost_model.communication's X), ``before`` and ``after`` the shapes of a rank's piece.
     """
 
     name: str
@@ -61,6 +70,7 @@ class Piece:
     nbytes: int
     before: tuple[int, ...]
     after: tuple[int, ...]
+    neighbour: str | None = None
 
     @property
     def own_block(self) -> str | None:
@@ -95,6 +105,7 @@ class Pieces:
     def __post_init__(self) -> None:
         self._place = {node: i for i, node in enumerate(self.operators.by_node)}
         self._levels = _levels(self.operators)
+        self._products = _products(self.operators, tuple(placeholder for _, placeholder, _ in self.named))
         self.parameters = {Value(placeholder): name for name, placeholder, _ in self.named}
         self.gradients = {value_of(gradient): name for name, _, gradient in self.named if gradient is not None}
         self._earlier = {v: name for gradient, name in self.gradients.items() for v in self._made_of(gradient)}
@@ -137,7 +148,7 @@ class Pieces:
         return self._piece(transfer, step, "", self._levels[value] * (len(self.mesh.names) + 1) + place, "activations")
 
     def _piece(self, transfer: Transfer, step: Step, name: str, depth: int, purpose: str = "") -> Piece:
-        spec = transfer.spec
+        spec, block = transfer.spec, block_of(name)
         return Piece(
             name,
             step.kind,
@@ -146,12 +157,50 @@ class Pieces:
             spec.dtype,
             step.op,
             depth,
-            block_of(name),
+            block,
             self._place.get(transfer.value.node, -1),
             whole_elements(step, self.mesh, spec.shape) * spec.dtype.itemsize,
             step.before.local_shape(self.mesh, spec.shape),
             step.after.local_shape(self.mesh, spec.shape),
+            self._neighbour(transfer.value) if block is None else None,
         )
+
+    def _neighbour(self, value: Value) -> str | None:
+        """The block from which no product with a parameter separates all that reads the parameter ``value``, or what
+        makes the gradient ``value``."""
+        near = [value.node] if value not in self.parameters else [n for n, _ in self.operators.consumers[value]]
+        found = {self._products.block_near(self._place[n], n.meta["backward"]) for n in near if n in self._place}
+        return found.pop() if len(found) == 1 else None
+
+
+class _Products(NamedTuple):
+    """The products with parameters of the ``forward`` and of the ``backward``, each by its place and with its block."""
+
+    forward: list[tuple[int, str | None]]
+    backward: list[tuple[int, str | None]]
+
+    def block_near(self, place: int, backward: bool) -> str | None:
+        """The block of the first product from a place of the forward on, or of the last up to one of the backward."""
+        if backward:
+            i = bisect_right(self.backward, place, key=itemgetter(0)) - 1
+            return self.backward[i][1] if i >= 0 else None
+        i = bisect_left(self.forward, place, key=itemgetter(0))
+        return self.forward[i][1] if i < len(self.forward) else None
+
+
+@of_graph
+def _products(operators: Operators, parameters: tuple[fx.Node, ...]) -> _Products:
+    """The operators with FLOPs that read a parameter, cast or seen through views."""
+    found, made = _Products([], []), {Value(p) for p in parameters}
+    for place, op in enumerate(operators):
+        if made.isdisjoint(op.operands):
+            continue
+        if op.is_heavy:
+            module = op.node.meta["module"] or ""
+            (found.backward if op.backward else found.forward).append((place, block_of(f"{module}.weight")))
+        elif op.is_view or op.call.target is torch.ops.aten._to_copy.default:
+            made.update(Value(op.node, i) for i in range(len(op.call.results)))
+    return found
 
 
 def numerator(operators: Operators, value: Value) -> Value | None:
@@ -193,22 +242,50 @@ def buckets(pieces: Sequence[Piece]) -> list[list[int]]:
     Pieces of one bucket depend on no other's result: they have the same number of collectives before them.
     """
     found: list[list[int]] = []
-    filling: dict[object, tuple[list[int], int]] = {}
+    filling: dict[_Key, tuple[list[int], int]] = {}
     order = sorted(range(len(pieces)), key=lambda i: (pieces[i].ready, i))
     for i in order:
         p = pieces[i]
-        block = p.own_block
-        key = (p.kind, p.axis, p.purpose, p.dtype, p.op, p.depth, block)
+        key = _Key.of(p)
         bucket, held = filling.get(key, ([], 0))
         if not bucket:
             found.append(bucket)
         bucket.append(i)
         held += p.nbytes
-        if block is None and held >= BUCKET_BYTES:
+        if key.block is None and held >= BUCKET_BYTES:
             filling.pop(key, None)
         else:
             filling[key] = (bucket, held)
-    return found
+    for key, (bucket, _) in filling.items():
+        block = pieces[bucket[-1]].neighbour
+        if key.block is None and block is not None and (other := filling.get(key.beside(block))) is not None:
+            other[0].extend(bucket)
+            found.remove(bucket)
+    return [sorted(bucket, key=lambda i: (pieces[i].ready, i)) for bucket in found]
+
+
+class _Key(NamedTuple):
+    """What pieces of a bucket have in common. Parameters outside of blocks share one if they are needed in the same
+    place, so that none is gathered long before it is used; ``place`` is None for gradients."""
+
+    kind: str
+    axis: str
+    purpose: str
+    dtype: torch.dtype
+    op: str | None
+    depth: int
+    block: str | None
+    place: str | None
+
+    @classmethod
+    def of(cls, p: Piece) -> _Key:
+        """The key of a piece."""
+        place = p.neighbour if p.purpose == "parameters" else None
+        return cls(p.kind, p.axis, p.purpose, p.dtype, p.op, p.depth, p.own_block, place)
+
+    def beside(self, block: str) -> _Key:
+        """The key of the same of a block."""
+        return self._replace(block=block, place=None)
 
 
 def merged(pieces: Sequence[Piece]) -> Piece:
@@ -222,7 +299,7 @@ def merged(pieces: Sequence[Piece]) -> Piece:
         first.dtype,
         first.op,
         first.depth,
-        first.block,
+        next((p.block for p in pieces if p.block is not None), None),
         max(p.ready for p in pieces),
         sum(p.nbytes for p in pieces),
         (sum(math.prod(p.before) for p in pieces),),

@@ -34,7 +34,7 @@ class Issue:
     ``finish`` at the step's end. It is needed by the operator ``reader`` (the first of a bucket's; None: by none),
     which with ``again`` the backward runs again; or it is a reduction that starts when the operator ``ready`` is done.
     ``depth`` counts the collectives of the same tensors before it. ``part`` says of what its ``reader`` sends while it
-    computes (`Passing`) which of its parts is beside it, and of how many.
+    computes (`Passing`) which of its parts is beside it, and of how many. ``block`` is the one that a bucket goes with.
     """
 
     kind: str
@@ -49,6 +49,7 @@ class Issue:
     ready: fx.Node | None = None
     depth: int = 0
     part: tuple[int, int] | None = None
+    block: str | None = None
 
 
 def totals(issues: Iterable[Issue], prices: Prices) -> tuple[Collective, ...]:
@@ -222,6 +223,7 @@ class _Reader:
                 not late,
                 ready,
                 whole.depth,
+                block=whole.block,
             )
         )
 

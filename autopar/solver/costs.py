@@ -50,7 +50,8 @@ class Share:
     after. On other axes too few go the same way to count on a bucket.
 
     A collective of X bytes takes f(X) seconds with f(X) / X falling, so f(m X) / m bounds a piece's part from below
-    for every m that no bucket exceeds; where a whole block goes the same way it is that part.
+    for every m that no bucket exceeds; where a whole block goes the same way it is that part, but for what goes with
+    a block and lies in none.
     """
 
     block: float
@@ -74,10 +75,16 @@ def bucket_shares(space: Space, captured: Captured) -> dict[int, Share]:
 
     # no smaller than a block, or gathers would seem cheaper than the all-reduce that they stand beside
     whole = max(bucket([n for held in sizes.values() for n in held]), *(sum(held) for held in sizes.values()))
+    outside = sizes.pop(None, [])
+    small = min(sum(n for n in outside if n < BUCKET_BYTES), BUCKET_BYTES)  # the most that goes with a block
+    largest = small + max((sum(held) for held in sizes.values()), default=0)
     found: dict[int, Share] = {}
     for p in captured.parameters:
-        block, held = block_of(p.name), sizes[block_of(p.name)]
-        together = bucket(held) if block is None else sum(held)
+        block = block_of(p.name)
+        if block is not None:
+            together = sum(sizes[block]) + small
+        else:
+            together = max(bucket(outside), largest if p.spec.bytes < BUCKET_BYTES else 0)
         own = max(p.spec.bytes, 1)
         found.setdefault(space.of_source[p.placeholder][0], Share(together / own, whole / own))
     return found

@@ -76,7 +76,7 @@ def _of_issue(issue: Issue, modules: dict[str, dict[str, None]]) -> str:
     node = issue.ready if issue.reader is None else issue.reader
     if node is None:
         return layer_of("")
-    block = node.meta.get("block")
+    block = issue.block or node.meta.get("block")
     if issue.purpose == "activations" or block is None:
         return _layer(node, modules)
     modules[pattern(block)][block] = None
