@@ -30,7 +30,7 @@ from autopar.report.text import text_report
 from autopar.report.timeline import timeline
 from autopar.report.what_if import WhatIf, what_if
 from autopar.schedule import ALL_SCHEDULES, check_schedule
-from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, TENSOR_AXIS, make_mesh
+from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, TENSOR_AXIS, ExpertRanks, make_mesh
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.zero import COPIES, REDUCED
 from autopar.workload import Workload
@@ -135,8 +135,9 @@ class Plan:
 
     ``structure`` is the hash of the model's graph and shapes. ``zero_group_size`` is the number of ranks of dp over
     which hybrid ZeRO splits state (`sharding.axes`), None where it is split over all of them or not at all.
-    ``expert_group_size`` is the number of ranks of dp over which experts are spread, None where they are over none;
-    ``degrees`` says of a model that has experts over how many ranks of all axes they are, as "ep".
+    ``expert_group_size`` is the number of ranks of dp over which experts are spread, None where they are over none, and
+    ``expert_context_size`` that of ranks of cp, None where they are over none or over all of these; ``degrees`` says of
+    a model that has experts over how many ranks of all axes they are, as "ep".
     ``breakdown`` has the seconds of ``compute``, ``exposed
     communication``, ``bubble`` and ``optimizer``, which add up to ``step_time``, of the slowest rank of a simulation of
     ``timing`` (None in a plan written by hand); ``memory`` has bytes by kind, each at its most, and
@@ -182,6 +183,7 @@ class Plan:
     hints: dict[str, Any]
     flops_share: float
     expert_group_size: int | None = None
+    expert_context_size: int | None = None
     prefill: Prefill | None = None
     forwards_first: bool = False
     decisions: tuple[Decision, ...] = ()
@@ -220,7 +222,8 @@ class Plan:
     def mesh(self) -> Mesh:
         """The device mesh of a pipeline stage, as `sharding.axes.make_mesh` makes it."""
         dp, cp, tp = (self.degrees[axis] for axis in (DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS))
-        return make_mesh(dp, cp, tp, self.zero_group_size, self.expert_group_size)
+        spread = ExpertRanks(self.expert_group_size or 1, self.expert_context_size or 1)
+        return make_mesh(dp, cp, tp, self.zero_group_size, spread)
 
     def layout(self, name: str) -> Layout:
         """The storage layout of a parameter. PlanError, with the nearest names, if the plan has none of that name."""
@@ -391,6 +394,9 @@ def _check(plan: Plan) -> None:
     spread, group = plan.expert_group_size, size or dp
     if spread is not None and (spread < 2 or group % spread):
         raise malformed("plan.expert_group_size", f"null, or a divisor of {group} other than 1", spread)
+    part, cp = plan.expert_context_size, plan.degrees[CONTEXT_AXIS]
+    if part is not None and (not 1 < part < cp or cp % part):
+        raise malformed("plan.expert_context_size", f"null, or a divisor of cp={cp} other than 1 and {cp}", part)
     try:
         check_recompute(plan.recompute)
     except HintError as error:

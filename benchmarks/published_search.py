@@ -1,20 +1,23 @@
 """Sets the planner free on published models and clusters, and says by what its plans are faster than those published.
 
-    python benchmarks/published_search.py --runs benchmarks/data/published_runs.csv --sample 4
+    python benchmarks/published_search.py --runs benchmarks/data/published_runs.csv --sample 16 --each found.jsonl
     python benchmarks/published_search.py --runs FILE.csv --rows korthikanti-2a dgxc-124 --json
 
 Of every row the model, the cluster and the batch are given, and nothing else; the published plan is the same call with
 its hints, in as much memory as it needs, so that both times are the planner's. Where the planner is faster by more than
 15 %, every mechanism by which its plan differs must be one that some published run has; the table names the families
-that do.
+that do. A sample is of the fastest configurations of models, clusters and batches, families in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +26,7 @@ from published.clusters import cluster_of
 from published.families import family_of
 from published.models import batch, build, is_gated, shape_of
 from published.plans import NotCovered, check_covered, configurations, hints_of, workload_of
-from published.predict import with_kernels
+from published.predict import completed, with_kernels
 from published.rows import Row, read_rows
 from published_runs import TARGET_HARDWARE
 
@@ -112,9 +115,9 @@ def mechanisms(found: Traits, published: Traits, rows: Sequence[Row]) -> dict[st
 
 def compare(row: Row, rows: Sequence[Row], seconds: float | None) -> Compared:
     """Plan one row freely, in at most ``seconds`` of solving, and as published."""
+    row, family = completed(row), family_of(row)
     try:
         check_covered(row)
-        family = family_of(row)
         shape = shape_of(row, gated=is_gated(row), written_out=family.written_out, dropout=family.dropout)
         cluster = cluster_of(row)
         if cluster is None:
@@ -141,13 +144,34 @@ def compare(row: Row, rows: Sequence[Row], seconds: float | None) -> Compared:
 
 
 def sample(rows: Sequence[Row], count: int) -> list[Row]:
-    """One row a family in turn, the first that is dense, in 16 bits, and says its plan, until there are so many."""
-    able = [r for r in rows if r.family != "moe" and r.is_16bit and r.hardware in TARGET_HARDWARE and r.micro_batch
-            and r.tp and r.pp and r.global_batch and r.status == "ok"]  # fmt: skip
-    by_family: dict[str, Row] = {}
+    """The fastest of every model, cluster and batch of those in 16 bits that say their plan and their time; one a
+    family in turn, those of which most were tried first, until there are so many."""
+    able = [row for row in map(completed, rows) if row.is_16bit and row.hardware in TARGET_HARDWARE
+            and row.micro_batch and row.tp and row.pp and row.status == "ok" and row.published_seconds]  # fmt: skip
+    tried: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in able:
-        by_family.setdefault(row.source_family, row)
-    return list(by_family.values())[:count]
+        key = (row.source_family, row.model_name, row.hardware, row.n_gpus, row.seq_len, row.global_batch)
+        tried[key].append(row)
+    by_family: dict[str, list[Row]] = defaultdict(list)
+    for group in sorted(tried.values(), key=len, reverse=True):
+        by_family[group[0].source_family].append(min(group, key=lambda row: row.published_seconds or math.inf))
+    turns = itertools.zip_longest(*by_family.values())
+    return [row for turn in turns for row in turn if row is not None][:count]
+
+
+def compare_all(chosen: Sequence[Row], rows: Sequence[Row], seconds: float | None, each: Path | None) -> list[Compared]:
+    """All of them; those that ``each`` has are taken from there, and new ones are added to it."""
+    lines = each.read_text(encoding="utf-8").splitlines() if each and each.exists() else []
+    known = {c.run_id: c for c in (Compared(**json.loads(line)) for line in lines)}
+    found = []
+    for row in chosen:
+        if row.run_id not in known:
+            known[row.run_id] = compare(row, rows, seconds)
+            if each:
+                with each.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(known[row.run_id])) + "\n")
+        found.append(known[row.run_id])
+    return found
 
 
 def text(found: Sequence[Compared]) -> str:
@@ -170,9 +194,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, required=True, help="a CSV file with the columns of published_runs.csv")
     parser.add_argument("--rows", nargs="*", help="these runs, by id")
-    parser.add_argument("--sample", type=int, default=4, help="how many rows, of a family each (default 4)")
+    parser.add_argument("--sample", type=int, default=4, help="how many rows, of families in turn (default 4)")
     parser.add_argument("--seconds", type=float, help="at most so long a search of solving")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--each", type=Path, help="a file that keeps what was found, a JSON object a line")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     try:
@@ -180,7 +205,7 @@ def main() -> None:
     except AutoparError as error:
         sys.exit(str(error))
     chosen = [r for r in rows if r.run_id in arguments.rows] if arguments.rows else sample(rows, arguments.sample)
-    found = [compare(row, rows, arguments.seconds) for row in chosen]
+    found = compare_all(chosen, rows, arguments.seconds, arguments.each)
     print(json.dumps([{**asdict(c), "ratio": c.ratio} for c in found], indent=1) if arguments.json else text(found))
     unsupported = [c for c in found if c.ratio > FASTER and not all((c.mechanisms or {}).values())]
     sys.exit(1 if unsupported else 0)

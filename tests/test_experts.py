@@ -170,6 +170,7 @@ def test_rows_are_not_compiled() -> None:
 @pytest.mark.parametrize("processes", [2, 4])
 def test_experts_on_real_processes(processes: int, tmp_path: Path) -> None:
     spread = ["dp=2, tp=2, zero=3", "dp=4, ep=4, zero=1", "dp=4, ep=2, zero=3", "dp=2, tp=2, ep=4", "dp=2, cp=2, ep=4"]
+    spread.append("cp=4, ep=2")
     plans = [f"tp={processes}"] + spread * (processes == 4)
     names = [f"{model}, {plan}" for model in ("mixtral", "qwen3-moe", "without rows") for plan in plans]
     names += ["whole step", "moved elsewhere"] * (processes == 4)

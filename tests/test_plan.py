@@ -169,6 +169,8 @@ BAD = {
     "an unknown axis": (put("degrees", "xp", value=2), r"plan\.degrees is malformed"),
     "experts over what does not divide dp": (
         put("expert_group_size", value=3), r"expert_group_size is malformed[\s\S]*divisor of 4"),
+    "experts over what is no part of cp": (
+        put("expert_context_size", value=2), r"expert_context_size is malformed[\s\S]*divisor of cp=1"),
     "groups that do not divide dp": (put("zero_group_size", value=3), r"zero_group_size is malformed[\s\S]*dp=4"),
     "a group of ZeRO that is all of dp": (put("zero_group_size", value=4), r"zero_group_size is malformed"),
     "a degree of zero": (put("degrees", "tp", value=0), r"plan\.degrees is malformed"),

@@ -47,7 +47,7 @@ from autopar.cost_model.simulate import Task  # noqa: E402
 from autopar.cost_model.step import Repeated, Timing, simulate_step  # noqa: E402
 from autopar.errors import InputError  # noqa: E402
 from autopar.sharding.assignment import Assignment  # noqa: E402
-from autopar.sharding.axes import make_mesh  # noqa: E402
+from autopar.sharding.axes import ExpertRanks, make_mesh  # noqa: E402
 from autopar.sharding.operators import Operators  # noqa: E402
 from autopar.sharding.recompute import kept, made_again  # noqa: E402
 from autopar.solver.peaks import peaks_of, step_life  # noqa: E402
@@ -368,15 +368,17 @@ def test_mixtures_are_rebuilt_with_their_experts(rows: dict[str, Row]) -> None:
 
 
 def test_experts_take_the_ranks_that_follow_one_another(rows: dict[str, Row]) -> None:
-    """32 ranks with tp 2: 16 of dp; 8 ranks with tp 4 and cp 2: none of dp; with each expert's width over tp 4, 8 ranks
-    of experts are 8 of dp."""
-    def part(run_id: str, **changes: Any) -> int:
+    """32 ranks with tp 2: 16 of dp; 8 ranks with tp 4 and cp 2: all of cp and none of dp, with cp 4 half of cp, and
+    with cp 1 two of dp; with each expert's width over tp 4, 8 ranks of experts are 8 of dp."""
+    def part(run_id: str, **changes: Any) -> tuple[int, int]:
         row = _changed(rows[run_id], **changes)
         (c,) = configurations(row, family_of(row))
-        return Spread(row.ep or 1, row.etp or 1, 2, once=False, overlapped=False, apart=True).part_of_dp(c)
+        return Spread(row.ep or 1, row.etp or 1, 2, once=False, overlapped=False, apart=True).ranks(c)
 
-    assert part("moezoo-1") == 16 and part("dgxc-207") == 1
-    assert part("dgxc-207", etp=4, cp=1) == 8
+    assert part("moezoo-1") == (16, 1) and part("dgxc-207") == (1, 1)
+    assert part("moezoo-11") == (1, 2)
+    assert part("dgxc-207", cp=1) == (2, 1)
+    assert part("dgxc-207", etp=4, cp=1) == (8, 1)
 
 
 def test_rows_of_experts_travel_there_and_back() -> None:
@@ -388,7 +390,7 @@ def test_rows_of_experts_travel_there_and_back() -> None:
     shape = shape_of(_changed(_small(), **base), gated=True, written_out=False, dropout=0.0)
     captured = capture_batch(build(shape), (), batch(8, 64), precision=Workload(param_dtype="bfloat16").precision)
     operators, cluster = read(captured), Cluster.parse("h100-sxm:2x4")
-    mesh = make_mesh(8, 1, 1, None, 8)
+    mesh = make_mesh(8, 1, 1, None, ExpertRanks(8))
     space = build_space(captured, operators, mesh, Pins(micro_batches=2, experts=8))
     keep_tokens_apart(space, operators)
     assignment = space.assignment([int(d.allowed.argmax()) for d in space.decisions])

@@ -22,7 +22,7 @@ from autopar.capture.graph import Captured
 from autopar.plan import LayerSummary, ReplicatedOperator
 from autopar.report.names import layer_of
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.axes import BATCH_AXES, SPREAD_AXES
+from autopar.sharding.axes import BATCH_AXES, spread_axes
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operator, Operators, Value, own_factors
 from autopar.sharding.rule import Choice, Strategy, choices, is_valid
@@ -111,7 +111,7 @@ def _reason(op: Operator, strategy: Strategy, whole: tuple[str, ...], mesh: Mesh
 
     def could(axis: str, choice: Choice) -> bool:
         i = mesh.names.index(axis)
-        spread = op.rule.inward if axis in SPREAD_AXES else frozenset()
+        spread = op.rule.inward if axis in spread_axes(mesh) else frozenset()
         wanted = choice.factor in own_factors(operators, op, axis) | spread
         return wanted and is_valid(op.rule, (*strategy[:i], choice, *strategy[i + 1 :]), mesh)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.sharding.axes import BATCH_AXES, CONTEXT_AXIS, TENSOR_AXIS, batch_pieces, degree
+from autopar.sharding.axes import BATCH_AXES, CONTEXT_AXES, TENSOR_AXIS, batch_pieces, degree
 from autopar.sharding.layout import Layout, Mesh
 
 
@@ -23,7 +23,7 @@ def cached_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
         if degree(mesh, axis) > 1 and batch % batch_pieces(mesh, axis) == 0:
             by_axis[axis], pieces = 0, batch_pieces(mesh, axis)
     of_heads = 1
-    for axis in (TENSOR_AXIS, CONTEXT_AXIS):
+    for axis in (TENSOR_AXIS, *CONTEXT_AXES):
         n = degree(mesh, axis)
         if n > 1 and heads % (of_heads * n) == 0:
             by_axis[axis], of_heads = 1, of_heads * n

@@ -16,7 +16,7 @@ from torch import fx
 import autopar.ops.cache  # noqa: F401  defines an operator
 from autopar._compat import pytree
 from autopar.ops.rows import MAKE_ROWS
-from autopar.sharding.axes import BATCH_AXES, CONTEXT_AXIS
+from autopar.sharding.axes import BATCH_AXES, CONTEXT_AXES
 from autopar.sharding.flops import count_flops, has_flops
 from autopar.sharding.layout import TensorSpec
 from autopar.sharding.rule import Arg, Choice, OpCall, Rule, op_call
@@ -337,10 +337,10 @@ def read_operators(
 
 def own_factors(operators: Operators, op: Operator, axis: str) -> frozenset[str]:
     """The factors that an axis is there to split: those of the batch, those of the sequence and, of attention and of
-    scans, those of heads and of its ring, or any. Besides, axes of `SPREAD_AXES` may split experts (`Rule.inward`)."""
+    scans, those of heads and of its ring, or any. Besides, those of `spread_axes` may split experts (`Rule.inward`)."""
     if axis in BATCH_AXES:
         return operators.batch_factors[op.node]
-    if axis == CONTEXT_AXIS:
+    if axis in CONTEXT_AXES:
         inside = HEADS | {RING} if op.call.target in ATTENTION else HEADS if op.call.target in SCANS else frozenset()
         return operators.sequence.factors[op.node] | (inside & op.rule.sizes.keys())
     return frozenset(op.rule.sizes) - {POSITIONS, RING}

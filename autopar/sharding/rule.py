@@ -13,8 +13,9 @@ factors are named for clarity only and never split. Where several axes split one
 ``inward`` factors, which are those of experts, the other way round: so ranks that have the tokens of more and more axes
 together, one collective an axis from the innermost on, come to have fewer and fewer experts. ``linear`` lists groups
 of operands in which the operator is linear with all other operands held: if exactly those are `Partial` on an axis, so
-are the results. A ``joint`` factor stands for several others, which it splits at once on one axis, and no other axis
-splits any of them; these may be ``fixed``, and a rank gets from the others what it lacks by `Passing`.
+are the results. A ``joint`` factor stands for several others, which it splits at once, on one axis or on several that
+one collective goes over (`sharding.axes.joint_axes`), and nothing else splits any of them; these may be ``fixed``, and
+a rank gets from the others what it lacks by `Passing`.
 
 From the rule follow the strategies, their layouts, and the scaling of the local work. What the local computation needs
 beyond running the same operator on the pieces (a shape argument, an index made local) is in ``localize``.
@@ -30,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from autopar._compat import pytree
+from autopar.sharding.axes import joint_axes
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 
 
@@ -266,9 +268,10 @@ def is_valid(rule: Rule, strategy: Strategy, mesh: Mesh) -> bool:
     """Whether every split factor divides, compound dims are split from the outside in, and no result would be owed two
     different reductions."""
     taken = _axes_by_factor(rule, strategy, mesh)
-    together = {f for choice in strategy for f in rule.joint.get(choice.factor or "", ())}
-    if any(len(taken[f]) > 1 for f in together):
-        return False
+    for joint, parts in rule.joint.items():
+        own = tuple(axis for axis, c in zip(mesh.names, strategy, strict=True) if c.factor == joint)
+        if (own and any(taken[f] != own for f in parts)) or (len(own) > 1 and own not in joint_axes(mesh)):
+            return False
     pieces = {f: math.prod(mesh.degree(a) for a in axes) for f, axes in taken.items()}
     if any(rule.sizes[f] % n or rule.sizes[f] == 0 for f, n in pieces.items()):
         return False

@@ -15,6 +15,7 @@ from sympy import divisors
 from autopar.cluster import Cluster
 from autopar.hints import Hints
 from autopar.schedule import ALL_SCHEDULES, FORWARDS_FIRST, SCHEDULES, runs
+from autopar.sharding.axes import NOWHERE, ExpertRanks
 
 #: Stages a rank that are tried at most of a schedule that leaves their number open.
 MOST_CHUNKS = 10
@@ -28,13 +29,13 @@ MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks every axis has, and over how many of dp ``experts`` are spread."""
+    """How many ranks every axis has, and how ``experts`` are spread."""
 
     pp: int
     dp: int
     cp: int
     tp: int
-    experts: int = 1
+    experts: ExpertRanks = NOWHERE
 
     def table(self) -> dict[str, int]:
         """Degrees by axis, outermost first."""
@@ -75,7 +76,7 @@ class Limits:
 
 
 def all_degrees(cluster: Cluster, hints: Hints, limits: Limits) -> Iterator[Degrees]:
-    """Every way to lay out all ranks: pp x dp x cp x tp, tp innermost, and to spread experts over dp. A pipeline has no
+    """Every way to lay out all ranks: pp x dp x cp x tp, tp innermost, and to spread experts. A pipeline has no
     more ranks than the model has units, dp divides the batch and cp the sequence, unless hinted."""
 
     def open_to(axis: str, n: int, free: bool) -> bool:
@@ -106,15 +107,23 @@ def stays_in_hosts(degrees: Mapping[str, int], cluster: Cluster, axes: Collectio
     return True
 
 
-def _experts(dp: int, cp: int, tp: int, cluster: Cluster, hints: Hints, limits: Limits) -> list[int]:
-    """Over how many ranks of dp experts may be spread: over none, over those of a host, and over as many as there are
-    experts for; with a hint over as many as, perhaps with cp or tp or both, it asks for."""
-    able = divisors(math.gcd(limits.experts, dp))
+def _experts(dp: int, cp: int, tp: int, cluster: Cluster, hints: Hints, limits: Limits) -> list[ExpertRanks]:
+    """How experts may be spread over dp and over a part of cp: of dp over none, over those of a host, and over as many
+    as there are experts for; of cp over as many as there are experts for, where these are not all; with a hint over as
+    many of both as, perhaps with all of cp or tp or both, it asks for. About all of cp, and tp, the program decides."""
+    able, parts = divisors(math.gcd(limits.experts, dp)), divisors(math.gcd(limits.experts, cp))
     if hints.ep is not None:
-        wanted = {hints.ep // n for n in (1, cp, tp, cp * tp) if hints.ep % n == 0}
-        return [n for n in able if n in wanted and limits.experts % hints.ep == 0]
+        if limits.experts % hints.ep:
+            return []
+        wanted = {hints.ep // n for n in (1, tp) if hints.ep % n == 0}
+        spread = [ExpertRanks(n, part) for n in able for part in parts if part < cp or cp == 1]
+        whole = {s for s in spread if s.cp == 1 and s.dp * cp in wanted}
+        return [s for s in spread if s in whole or s.dp * s.cp in wanted]
     host = max(1, cluster.devices_per_host // (cp * tp))
-    return sorted({1, max(n for n in able if n <= host), able[-1]})
+    found = {ExpertRanks(1), ExpertRanks(max(n for n in able if n <= host)), ExpertRanks(able[-1])}
+    if parts[-1] < cp:
+        found.add(ExpertRanks(1, parts[-1]))
+    return sorted(found)
 
 
 def able_chunks(pp: int, limits: Limits) -> list[int]:
@@ -167,7 +176,7 @@ def _zeros(degrees: Degrees, hints: Hints, cluster: Cluster) -> Iterator[tuple[i
         yield zero, hints.zero_group_size
         host = cluster.devices_per_host // (degrees.tp * degrees.cp)
         grouped = zero and hints.zero_group_size is None and 1 < host < degrees.dp and degrees.dp % host == 0
-        if grouped and host % degrees.experts == 0:
+        if grouped and host % degrees.experts.dp == 0:
             yield zero, host
 
 

@@ -22,7 +22,7 @@ from autopar.hint_checks import DEGREES
 from autopar.hints import Hints, matching
 from autopar.plan import ParameterPlan, Plan
 from autopar.sharding.assignment import Assignment, zero_axes
-from autopar.sharding.axes import DATA_AXIS, EXPERT_AXIS, STATE_AXES, state_axes
+from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXES, STATE_AXES, degree_of_plan, state_axes
 from autopar.sharding.layout import Layout, Mesh
 from autopar.sharding.operators import Operator, Operators
 from autopar.sharding.rule import REPLICATE, Choice, Strategy
@@ -162,13 +162,13 @@ def hint_pins(captured: Captured, hints: Hints) -> Pins:
 
     def storage(name: str, layout: Layout) -> bool:
         return all(
-            axis in layout.dims[dim] or (axis == DATA_AXIS and EXPERT_AXIS in layout.dims[dim])
+            any(degree_of_plan(split) == axis for split in layout.dims[dim])
             for axis, dim in matching(hints, *aliases[name]).items()
         )
 
     hinted = {name: matching(hints, *names) for name, names in aliases.items()}
-    for dims in hinted.values():  # a hint says dp of all its ranks
-        dims.update({EXPERT_AXIS: dims[DATA_AXIS]} if DATA_AXIS in dims else {})
+    for dims in hinted.values():  # a hint says dp and cp of all their ranks
+        dims.update({axis: dims[degree_of_plan(axis)] for axis in EXPERT_AXES if degree_of_plan(axis) in dims})
     zero_dims = {name: {a: d for a, d in dims.items() if a in STATE_AXES} for name, dims in hinted.items()}
     zero = 3 if hints.zero else hints.zero  # what rests sharded rests alike, however long copies of it live
     return Pins(
@@ -205,13 +205,16 @@ def carried_pins(
 
 def shrink(plan: Plan) -> Plan:
     """A plan for at most 2 ranks an axis that takes the same decisions, for `verify` on one machine: with hybrid ZeRO
-    two groups of two ranks of dp, and where experts are spread over a part of dp two such parts."""
+    two groups of two ranks of dp, and where experts are spread over a part of dp or of cp two such parts."""
     degrees, groups = {axis: min(2, n) for axis, n in plan.degrees.items() if axis in DEGREES}, None
     spread = None if plan.expert_group_size is None else 2
     if plan.zero_group_size is not None:
         degrees[DATA_AXIS], groups = 4, 2
     elif spread is not None and plan.expert_group_size != plan.degrees[DATA_AXIS]:
         degrees[DATA_AXIS] = 4
+    within = None if plan.expert_context_size is None else 2
+    if within is not None:
+        degrees[CONTEXT_AXIS] = 4
     if all(degrees[axis] == plan.degrees[axis] for axis in DEGREES):
         return plan
     device = Cluster.from_dict(plan.cluster).device
@@ -221,6 +224,7 @@ def shrink(plan: Plan) -> Plan:
         degrees=degrees,
         zero_group_size=groups,
         expert_group_size=spread,
+        expert_context_size=within,
         cluster=cluster,
         stages=_joined(plan, degrees["pp"]),
         timing=None,

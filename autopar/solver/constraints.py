@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from autopar.errors import HintError
 from autopar.hints import Hints
 from autopar.ops.constrain import WHOLE, read
-from autopar.sharding.axes import BATCH_AXES, DATA_AXIS, degree
+from autopar.sharding.axes import degree, degree_of_plan
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operator, Operators
 from autopar.sharding.rule import Choice, Strategy, layouts
@@ -17,11 +17,11 @@ from autopar.sharding.rules.constrain import CONSTRAIN
 
 def constrained(op: Operator, mesh: Mesh) -> dict[str, int]:
     """The dim that an inline hint has each axis of ``mesh`` split, `WHOLE` for none; empty for other operators. Where
-    dp is several axes it names them all."""
+    dp or cp are several axes it names them all."""
     if op.call.target is not CONSTRAIN:
         return {}
     by_name = read(op.call.args[1])
-    axes = {axis: DATA_AXIS if axis in BATCH_AXES else axis for axis in mesh.names}
+    axes = {axis: degree_of_plan(axis) for axis in mesh.names}
     return {axis: by_name[name] for axis, name in axes.items() if name in by_name and degree(mesh, axis) > 1}
 
 

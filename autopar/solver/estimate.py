@@ -18,6 +18,7 @@ from autopar.cost_model.communication import collective_seconds
 from autopar.cost_model.compute import optimizer_seconds, stream_seconds
 from autopar.cost_model.memory import FRAGMENTATION
 from autopar.schedule import SPLIT_BACKWARD, V_SHAPED, stage_ranks
+from autopar.sharding.axes import ExpertRanks
 from autopar.sharding.zero import Keeping
 from autopar.solver.actions import ADDED
 from autopar.solver.candidates import Candidate
@@ -73,7 +74,7 @@ class _Shape(NamedTuple):
 
     cp: int
     tp: int
-    experts: int
+    experts: ExpertRanks
     lean: bool
     pp: int
     schedule: str | None
@@ -97,7 +98,7 @@ class _Reduced(NamedTuple):
     dp: int
     cp: int
     tp: int
-    experts: int
+    experts: ExpertRanks
     zero: int | None
     group: int | None
 
@@ -151,10 +152,10 @@ class _Saved(NamedTuple):
 
 
 class Estimator:
-    """Estimates candidates of one model on one cluster. ``replica`` gives the solved replica of cp x tp and ranks of dp
-    that have experts, or the one that is lean."""
+    """Estimates candidates of one model on one cluster. ``replica`` gives the solved replica of cp x tp ranks
+    with experts spread so, or the one that is lean."""
 
-    def __init__(self, cluster: Cluster, batch: int, replica: Callable[[int, int, int, bool], Replica]) -> None:
+    def __init__(self, cluster: Cluster, batch: int, replica: Callable[[int, int, ExpertRanks, bool], Replica]) -> None:
         self.cluster, self.batch, self.replica = cluster, batch, replica
         for name in ("cuts", "_work", "_bytes", "_saved", "_collective", "_stepped", "_at_least"):
             setattr(self, name, functools.cache(getattr(self, name)))
@@ -228,7 +229,7 @@ class Estimator:
     def _replica(self, c: Candidate) -> Replica:
         return self.replica(c.degrees.cp, c.degrees.tp, c.degrees.experts, c.lean)
 
-    def cuts(self, cp: int, tp: int, experts: int, ranks: tuple[int, ...]) -> Ints:
+    def cuts(self, cp: int, tp: int, experts: ExpertRanks, ranks: tuple[int, ...]) -> Ints:
         """The first unit of every stage; ``ranks`` are those of the stages."""
         return fair_cuts(self.replica(cp, tp, experts, False).profile(1).seconds, ranks)
 

@@ -7,7 +7,16 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from autopar.capture.graph import Captured
-from autopar.sharding.axes import BATCH_AXES, CONTEXT_AXIS, EXPERT_AXIS, TOKEN_AXES, batch_pieces, degree
+from autopar.sharding.axes import (
+    BATCH_AXES,
+    CONTEXT_AXES,
+    EXPERT_AXES,
+    TOKEN_AXES,
+    batch_pieces,
+    degree,
+    sequence_pieces,
+    spread_axes,
+)
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operator, Operators, Value, own_factors, splits_batch
 from autopar.sharding.rule import REPLICATE, Choice, Strategy
@@ -29,6 +38,8 @@ class OperatorOptions:
         """What each axis may do: those of the batch and of the sequence split it wherever there is one that divides, or
         experts where they may be spread over the axis."""
 
+        spread = spread_axes(self.mesh)
+
         def allowed(axis: str, choice: Choice) -> bool:
             if self.mesh.degree(axis) == 1:
                 return choice == REPLICATE
@@ -37,15 +48,16 @@ class OperatorOptions:
             own = own_factors(self.operators, op, axis)
             if axis not in TOKEN_AXES:
                 return choice.factor is None or choice.factor in own
-            n = self.mesh.degree(axis)
             if axis in BATCH_AXES:
                 n = batch_pieces(self.mesh, axis) * self.pins.micro_batches
-            if axis == EXPERT_AXIS and op.rule.inward:  # here they are: what is for tokens alone goes by tokens
+            else:
+                n = sequence_pieces(self.mesh, axis)
+            if axis in EXPERT_AXES and op.rule.inward:  # here they are: what is for tokens alone goes by tokens
                 return choice.factor in (op.rule.inward if op.is_heavy else op.rule.inward | own)
-            if axis == CONTEXT_AXIS and choice.factor in op.rule.inward:
+            if axis in spread and choice.factor in op.rule.inward:
                 return True
             divides = any(op.rule.sizes[f] % n == 0 and f not in op.rule.fixed for f in own)
-            if axis == CONTEXT_AXIS and not all(spec.dtype.is_floating_point for spec in op.call.results):
+            if axis in CONTEXT_AXES and not all(spec.dtype.is_floating_point for spec in op.call.results):
                 return choice.factor is None or choice.factor in own  # masks and positions are small, and needed whole
             return splits_batch(choice, own) if divides and choice.linear is None else choice.factor is None
 
@@ -68,8 +80,8 @@ class OperatorOptions:
             )
 
         every = [s for s in without(()) if self._leaves_micro_batches(op, s)]
-        if not every and CONTEXT_AXIS in self.mesh.names:
-            every = [s for s in without([CONTEXT_AXIS]) if self._leaves_micro_batches(op, s)]
+        if not every and any(axis in CONTEXT_AXES for axis in self.mesh.names):
+            every = [s for s in without(CONTEXT_AXES) if self._leaves_micro_batches(op, s)]
         if not every:  # the batch divides, but not inside this operator's compound dims
             every = without(TOKEN_AXES)
         if not op.is_heavy:
@@ -126,9 +138,10 @@ class OperatorOptions:
     def may_run(self, op: Operator, strategy: Strategy) -> bool:
         """Whether pins let an operator take a strategy."""
         spread = self.pins.experts if op.is_heavy and op.rule.inward else None
-        way = self.pins.attention if op.call.target in ATTENTION and CONTEXT_AXIS in self.mesh.names else None
-        if way and strategy[self.mesh.names.index(CONTEXT_AXIS)].factor not in WAYS[way]:
-            return False
+        if self.pins.attention and op.call.target in ATTENTION:
+            of_context = [c for axis, c in zip(self.mesh.names, strategy, strict=True) if axis in CONTEXT_AXES]
+            if any(c.factor not in WAYS[self.pins.attention] for c in of_context):
+                return False
         if self.pins.dispatch is not None and op.call.target in MEETINGS and not self._may_meet(op, strategy):
             return False
         if not is_kept(op, strategy, self.mesh):
@@ -143,8 +156,8 @@ class OperatorOptions:
             return spread == 1
         if self.pins.experts is not None:
             return spread == self.pins.experts
-        own = [c for axis, c in zip(self.mesh.names, strategy, strict=True) if axis not in (*BATCH_AXES, CONTEXT_AXIS)]
-        at_experts = [c for axis, c in zip(self.mesh.names, strategy, strict=True) if axis == EXPERT_AXIS]
+        own = [c for axis, c in zip(self.mesh.names, strategy, strict=True) if axis not in TOKEN_AXES]
+        at_experts = [c for axis, c in zip(self.mesh.names, strategy, strict=True) if axis in EXPERT_AXES]
         return all(c.factor != "c" for c in (*own, *at_experts))
 
     def _is_weight(self, value: Value) -> bool:

@@ -22,7 +22,7 @@ from autopar.hint_checks import DEGREES
 from autopar.hints import Hints
 from autopar.plan import Prefill
 from autopar.report.progress import Progress
-from autopar.sharding.axes import STATE_AXES, make_mesh
+from autopar.sharding.axes import STATE_AXES, ExpertRanks, make_mesh
 from autopar.sharding.layout import Mesh
 from autopar.sharding.operators import Operators
 from autopar.sharding.recompute import forward_blocks
@@ -168,7 +168,7 @@ class Estimates:
     def __init__(self, frame: Frame, line: Progress) -> None:
         self.frame, self.line = frame, line
         self.replica = functools.cache(self._replica)
-        self._asked: list[tuple[int, int, int]] = []
+        self._asked: list[tuple[int, int, ExpertRanks]] = []
         self.estimator = Estimator(frame.cluster, frame.limits.batch, self.replica)
 
     def within(self, budget: float) -> Estimates:
@@ -178,24 +178,24 @@ class Estimates:
         return found
 
     @functools.cached_property
-    def degrees(self) -> dict[tuple[int, int, int], list[Degrees]]:
-        """All degrees by those of a replica, (cp, tp, ranks of dp with experts), the fewest ranks first."""
+    def degrees(self) -> dict[tuple[int, int, ExpertRanks], list[Degrees]]:
+        """All degrees by those of a replica, (cp, tp, how experts are spread), the fewest ranks first."""
         frame = self.frame
         found = [d for d in all_degrees(frame.cluster, frame.hints, frame.limits) if keeps_shards(d, frame.hints)]
         if frame.hints.zero:  # where a single data rank is all that is left there is nothing to shard
             found = [d for d in found if d.dp * d.cp > 1] or found
-        every = sorted(found, key=lambda d: (d.tp * d.cp * d.experts, d.cp, d.experts, d.pp))
+        every = sorted(found, key=lambda d: (d.tp * d.cp * d.experts.dp, d.cp, d.experts, d.pp))
         return {key: list(group) for key, group in itertools.groupby(every, key=lambda d: (d.cp, d.tp, d.experts))}
 
-    def _replica(self, cp: int, tp: int, experts: int, lean: bool) -> Replica:
+    def _replica(self, cp: int, tp: int, experts: ExpertRanks, lean: bool) -> Replica:
         if lean:
             return self.replica(cp, tp, experts, False).leaner
         self._asked.append((cp, tp, experts))
-        over = f", experts over {experts} of dp" if experts > 1 else ""
+        over = "".join(f", experts over {n} of {axis}" for axis, n in experts._asdict().items() if n > 1)
         self.line.say(f"solving a replica of cp={cp}, tp={tp}{over}")
         frame, batch = self.frame, self.frame.limits.batch
         most = batch // min(d.dp for d in self.degrees[cp, tp, experts])
-        able = [n for n in (*MICRO_BATCH_SIZES, most) if n and batch % (n * experts) == 0]
+        able = [n for n in (*MICRO_BATCH_SIZES, most) if n and batch % (n * experts.dp) == 0]
         samples, known = max(able, default=1), frame.known.replicas
         key = (cp, tp, experts, samples, *frame.of_replicas)
         if key not in known:
@@ -257,16 +257,16 @@ class Estimates:
     def _can_fit(self, c: Candidate) -> bool:
         """Whether the state of the parameters alone leaves a chance: the fullest rank has at least the average."""
         d = c.degrees
-        return self.frame.state / (d.pp * d.tp * max(shards(c), d.experts * d.cp)) <= self.frame.budget
+        return self.frame.state / (d.pp * d.tp * max(shards(c), d.experts.dp * d.cp)) <= self.frame.budget
 
-    def _least(self, cp: int, tp: int, experts: int) -> float:
+    def _least(self, cp: int, tp: int, experts: ExpertRanks) -> float:
         """Seconds that no candidate of a replica beats, known from those that have been solved: an operator that is
         split n ways takes at least an n-th of its time, and collectives do not take less."""
         replicas = [(key, self.replica(*key, False)) for key in self._asked]
         known = (
             one.bound * other[0] * other[1]
             for other, one in replicas
-            if one.possible and cp % other[0] == 0 and tp % other[1] == 0 and experts % other[2] == 0
+            if one.possible and cp % other[0] == 0 and tp % other[1] == 0 and experts.refines(other[2])
         )
         return max(known, default=0.0) * self.frame.limits.batch / self.frame.cluster.size
 
@@ -276,7 +276,7 @@ def keeps_shards(degrees: Degrees, hints: Hints) -> bool:
     table = degrees.table()
     split = {axis for dims in (hints.shard or {}).values() for axis in dims}
     group = hints.zero_group_size
-    grouped = degrees.dp % (group or 1) == 0 and (group or degrees.dp) % degrees.experts == 0
+    grouped = degrees.dp % (group or 1) == 0 and (group or degrees.dp) % degrees.experts.dp == 0
     return grouped and all(table[axis] > 1 for axis in split)
 
 

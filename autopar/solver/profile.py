@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autopar.sharding.assignment import Transfer, transfers, used_axes
-from autopar.sharding.axes import make_mesh
+from autopar.sharding.axes import NOWHERE, ExpertRanks, make_mesh
 from autopar.sharding.buckets import Pieces
 from autopar.sharding.operators import Operator, Value
 from autopar.sharding.recompute import Kept, blocks_made_again, forward_blocks, kept, made_again
@@ -122,13 +122,13 @@ class Replica:
     """The solved program of one replica on cp x tp ranks; `profile` prices a micro-batch of it."""
 
     def __init__(
-        self, setting: Setting, cp: int, tp: int, pins: Pins, batch: int, samples: int, experts: int = 1
+        self, setting: Setting, cp: int, tp: int, pins: Pins, batch: int, samples: int, experts: ExpertRanks = NOWHERE
     ) -> None:
         """Solve for micro-batches of ``samples`` a rank of dp of a global ``batch``, the largest of the search: seconds
-        a sample fall with their number, so that the bound holds for all smaller ones. ``experts`` are the ranks of dp
-        over which experts are spread."""
+        a sample fall with their number, so that the bound holds for all smaller ones. ``experts`` are the ranks over
+        which experts are spread; those of dp belong to the replica."""
         self.setting, self.batch, self.experts = setting, batch, experts
-        self.mesh = make_mesh(experts, cp, tp, None, experts)
+        self.mesh = make_mesh(experts.dp, cp, tp, None, experts)
         self.captured, self.operators = setting.captured, setting.operators
         self.prices = Prices(setting.cluster, self.mesh)
         self.row = units(self.captured, self.operators) or ("",)
@@ -141,12 +141,12 @@ class Replica:
         self.possible = self.solution is not None
         if self.solution is not None:
             #: Least seconds of a sample over the program's space, times the ranks of dp.
-            self.bound = self.solution.bound / batch * experts
+            self.bound = self.solution.bound / batch * experts.dp
             self.assignment = space.assignment(self.solution.options)
 
     def _parts(self, samples: int) -> int:
         """Into how many micro-batches the batch is cut."""
-        return max(1, self.batch // (samples * self.experts))
+        return max(1, self.batch // (samples * self.experts.dp))
 
     @functools.cached_property
     def leaner(self) -> Replica:

@@ -21,7 +21,7 @@ from autopar.report.progress import Progress, progress
 from autopar.report.units import bytes_text, seconds_text
 from autopar.schedule import ALL_SCHEDULES, FORWARDS_FIRST, check_schedule, check_stages
 from autopar.sharding.assignment import Assignment, ranks_of_experts, used_axes
-from autopar.sharding.axes import data_degree, expert_group_size, zero_group_size
+from autopar.sharding.axes import data_degree, expert_ranks, zero_group_size
 from autopar.sharding.operators import Operators
 from autopar.sharding.recompute import forward_blocks
 from autopar.sharding.zero import Zero
@@ -55,7 +55,7 @@ UNFIT_SHOWN = 3
 
 def gap_space(has_experts: bool) -> str:
     """What `Plan.gap` is a bound over, of a model that ``has_experts`` or not."""
-    over = "over tp, cp and none, a host's or as many as can be of the ranks of dp"
+    over = "over tp, cp or as much of it as can be, and none, a host's or as many as can be of the ranks of dp"
     return (
         f"all meshes pp x dp x cp x tp (tp within the fast links of a host, cp with {CONTEXT_TOKENS} tokens a rank or "
         "more, unless hinted or nothing else fits), kinds of ZeRO, micro-batches and schedules; batch over dp, "
@@ -206,13 +206,15 @@ class _Search:
         captured, operators = setting.captured, setting.operators
         parameters = {p.name: _parameter_plan(p, setting, best.assignment) for p in captured.parameters}
         size = self.frame.limits.batch // data_degree(best.mesh) // c.micro_batches
+        spread = expert_ranks(best.mesh)
         return Plan(
             model=type(self.model).__name__,
             structure=structure_hash((name, p.shape) for name, p in parameters.items()),
             degrees=_degrees(c, ranks_of_experts(operators, best.assignment)),
             zero=best.zero,
             zero_group_size=zero_group_size(best.mesh),
-            expert_group_size=expert_group_size(best.mesh),
+            expert_group_size=spread.dp if spread.dp > 1 else None,
+            expert_context_size=spread.cp if spread.cp > 1 else None,
             forwards_first=setting.forwards_first and c.micro_batches > 1,
             micro_batch_size=max(1, size),
             num_micro_batches=c.micro_batches,
@@ -311,7 +313,7 @@ def _change(other: float, best: float, step_time: float) -> str:
 def _unfit(e: Estimate, budget: float) -> Alternative:
     """A candidate that does not fit, by its estimate."""
     reason = f"needs about {(e.memory - budget) / 2**30:.1f} GiB more than fits"
-    c, experts = e.candidate, e.candidate.degrees.experts
+    c, experts = e.candidate, math.prod(e.candidate.degrees.experts)
     degrees = _degrees(c, experts if experts > 1 else None)
     return _alternative(c, degrees, e.recompute, c.zero or 0, e.seconds, e.memory, reason)
 
@@ -337,7 +339,7 @@ def _cannot_be_kept(frame: Frame) -> HintError:
         over = [f"{axis}={n}" for axis in AXES if (n := getattr(hints, axis)) is not None]
         return HintError(
             f"The hint ep={hints.ep} fits no mesh that the other hints allow.",
-            expected="ep that is a part of dp, times all of cp or not, times all of tp or not",
+            expected="ep that is a part of dp, times a part of cp, times all of tp or not",
             found=f"experts over {hints.ep} ranks of {_and(over) or f'{frame.cluster.size} in all'}",
             change="give another ep, or leave it or a degree out",
         )

@@ -18,7 +18,7 @@ from torch import fx
 
 from autopar.capture.graph import Captured
 from autopar.sharding.assignment import AliasKey, Assignment
-from autopar.sharding.axes import SPREAD_AXES, degree
+from autopar.sharding.axes import spread_axes
 from autopar.sharding.cached import cached_layout
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value, value_of
@@ -213,8 +213,7 @@ class SpaceBuilder:
     def _exchanges(self, op: Operator) -> bool:
         """Whether an operator has both tokens and rows where experts may be spread over axes of the tokens: it comes
         before the ranks exchange what they have, or after."""
-        spread = any(degree(self.mesh, axis) > 1 for axis in SPREAD_AXES)
-        return spread and op.call.target in _OF_TOKENS_AND_ROWS
+        return bool(spread_axes(self.mesh)) and op.call.target in _OF_TOKENS_AND_ROWS
 
     def _offer(self, op: Operator, i: int) -> tuple[int, Sequence[Layout]] | None:
         """Who decides the layout in which operand ``i`` is read, if an operator of the same block and direction."""

@@ -10,13 +10,15 @@ from autopar.capture.graph import Captured, Parameter
 from autopar.ops.rows import MAKE_ROWS, TAKE_ROWS
 from autopar.sharding.axes import (
     BATCH_AXES,
-    CONTEXT_AXIS,
+    CONTEXT_AXES,
+    EXPERT_AXES,
     EXPERT_AXIS,
-    SPREAD_AXES,
     STATE_AXES,
     TOKEN_AXES,
     batch_pieces,
     degree,
+    sequence_pieces,
+    spread_axes,
     state_axes,
 )
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
@@ -70,7 +72,7 @@ class TensorOptions:
     def _may_spread(self, p: Parameter) -> bool:
         """Whether a parameter is of experts that may be spread over axes of the tokens."""
         by_expert = self.operators.specs[Value(p.placeholder)].by_expert
-        return by_expert and any(degree(self.mesh, axis) > 1 for axis in SPREAD_AXES)
+        return by_expert and bool(spread_axes(self.mesh))
 
     def shared(self, value: Value) -> list[Layout]:
         """Layouts without outstanding reductions in which a tensor may be shared: on the axes of the batch and of the
@@ -86,8 +88,10 @@ class TensorOptions:
                 dims += experts if axis == EXPERT_AXIS else []
                 whole = axis == EXPERT_AXIS and value in self.indices
                 per_axis.append([None, *dims] if whole or not dims else [*dims])
-            elif axis == CONTEXT_AXIS and not self.axes_split_all:
-                dims = [d for d in dims if d in self.operators.sequence.dims[value] - batch]
+            elif axis in CONTEXT_AXES and not self.axes_split_all:
+                able = self.operators.sequence.dims[value] - batch
+                dims = [d for d in dims if d in able and shape[d] % sequence_pieces(self.mesh, axis) == 0]
+                experts = experts if axis in spread_axes(self.mesh) else []
                 forced = dims and spec.dtype.is_floating_point
                 per_axis.append([*dims, *experts] if forced else [None, *dims, *experts])
             else:
@@ -121,8 +125,8 @@ class TensorOptions:
             able = [d for d in range(ndim) if shape[d] > 1 and shape[d] % n == 0]
             if axis not in TOKEN_AXES and n > 1:
                 dims[axis] = [None, *able]
-            elif axis in SPREAD_AXES and 0 in able and self._may_spread(p):
-                dims[axis] = [0] if axis == EXPERT_AXIS else [None, 0]
+            elif axis in spread_axes(self.mesh) and 0 in able and self._may_spread(p):
+                dims[axis] = [0] if axis in EXPERT_AXES else [None, 0]
         found = []
         for choice in itertools.product(*dims.values()):
             taken = {axis: d for axis, d in zip(dims, choice, strict=True) if d is not None}

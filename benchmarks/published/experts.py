@@ -1,6 +1,6 @@
 """Mixtures of experts as Megatron runs them, where the planner would choose for itself.
 
-The planner's own program spreads the experts over as many ranks as the row says: over tp, cp and a part of dp, in this
+The planner's own program spreads the experts over as many ranks as the row says: over those of tp, cp and dp, in this
 order, which is how ranks follow one another (Megatron's parallel folding). Only what is exchanged differs:
 
 * rows go to the ranks of their experts and back in every layer, forward and backward, by one all-to-all over all of
@@ -28,7 +28,7 @@ from autopar.cost_model.compute import Work, stream_seconds
 from autopar.cost_model.simulate import COMPUTE, Task
 from autopar.cost_model.step import Program, Repeated, Timing
 from autopar.sharding.assignment import result_layouts
-from autopar.sharding.axes import EXPERT_AXIS
+from autopar.sharding.axes import EXPERT_AXES, ExpertRanks
 from autopar.sharding.operators import Operators, Value
 from autopar.solver.actions import StageWork
 from autopar.solver.space import Space
@@ -75,12 +75,12 @@ class Spread:
     overlapped: bool
     apart: bool
 
-    def part_of_dp(self, c: Configuration) -> int:
-        """Over how many ranks of dp experts are spread."""
-        left = self.ep
-        for degree in (c.tp if self.etp == 1 else 1, c.cp):
-            left //= math.gcd(left, degree)
-        return math.gcd(left, c.dp)
+    def ranks(self, c: Configuration) -> ExpertRanks:
+        """Over how many ranks of dp, and of which part of cp, experts are spread: tp's first, unless it has a part of
+        each, then the innermost of cp, then of dp."""
+        left = self.ep // (math.gcd(self.ep, c.tp) if self.etp == 1 else 1)
+        of_cp = math.gcd(left, c.cp)
+        return ExpertRanks(math.gcd(left // of_cp, c.dp), of_cp if of_cp < c.cp else 1)
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,11 @@ class Exchange:
 
 
 def keep_tokens_apart(space: Space, operators: Operators) -> None:
-    """Forbid what gathers the tokens of the ranks of dp that share experts: their rows are exchanged."""
-    if EXPERT_AXIS not in space.mesh.names:
-        return
-    at = space.mesh.names.index(EXPERT_AXIS)
+    """Forbid what gathers the tokens of ranks that share experts over an axis of their own: rows are exchanged."""
+    places = [i for i, axis in enumerate(space.mesh.names) if axis in EXPERT_AXES]
     for node, (decision, strategies) in space.of_node.items():
         if operators.by_node[node].call.target in _OF_ROWS.difference(_PRODUCTS):
-            gathers = [k for k, strategy in enumerate(strategies) if strategy[at].factor != "c"]
+            gathers = [k for k, s in enumerate(strategies) if any(s[at].factor != "c" for at in places)]
             allowed = space.decisions[decision].allowed
             if allowed.sum() > allowed[gathers].sum():
                 allowed[gathers] = False

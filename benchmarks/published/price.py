@@ -38,8 +38,17 @@ from autopar.cost_model.simulate import COMPUTE, Task
 from autopar.cost_model.step import BEGIN, END, Program, Repeated, Timing, simulate_step
 from autopar.garbage import collecting_later
 from autopar.hints import Hints
-from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, REPLICATE_AXIS, TENSOR_AXIS, make_mesh
-from autopar.sharding.layout import Layout
+from autopar.sharding.axes import (
+    BATCH_AXES,
+    CONTEXT_AXIS,
+    DATA_AXIS,
+    NOWHERE,
+    REPLICATE_AXIS,
+    TENSOR_AXIS,
+    degree_of_plan,
+    make_mesh,
+)
+from autopar.sharding.layout import JOINT, Layout
 from autopar.sharding.operators import Operators, Value
 from autopar.sharding.rule import Strategy
 from autopar.sharding.zero import Zero
@@ -73,7 +82,7 @@ MANY = (4e9, 4e9, 8e9)
 ACCUMULATE = "accumulate"
 
 #: The axes of data parallelism, and the stream of what of it is far ahead.
-DATA_AXES = frozenset((DATA_AXIS, REPLICATE_AXIS, EXPERT_AXIS))
+DATA_AXES = frozenset(BATCH_AXES)
 AHEAD = "ahead"
 
 
@@ -125,8 +134,7 @@ def price_configuration(
     so; what the planner raises for hints."""
     zero = Zero(hints.zero, hints.reshard_after_forward is not False)
     setting = Setting(captured, operators, cluster, OPTIMIZER, c.recompute, zero, running.compiled)
-    part = spread.part_of_dp(c) if spread else 1
-    mesh = make_mesh(c.dp, c.cp, c.tp, hints.zero_group_size, part if part > 1 else None)
+    mesh = make_mesh(c.dp, c.cp, c.tp, hints.zero_group_size, spread.ranks(c) if spread else NOWHERE)
     pins = replace(hint_pins(captured, hints), micro_batches=c.micro_batches)
     space = build_space(captured, operators, mesh, pins)
     if not running.sequence_parallel and c.tp > 1:
@@ -212,7 +220,7 @@ def as_run(timing: Timing, running: Running, c: Configuration) -> Timing:
     programs = list(timing.programs)
     cut = {TENSOR_AXIS: c.tp if running.tp_overlap else 1, CONTEXT_AXIS: c.cp if running.cp_overlap else 1}
     slowed = 1 - timing.overlap_rate
-    programs = [_scaled(p, lambda task: _felt(1 / cut.get(task.stream, 1), slowed)) for p in programs]
+    programs = [_scaled(p, lambda task: _felt(1 / cut.get(_degree(task), 1), slowed)) for p in programs]
     if running.fused_accumulation:
         programs = [_scaled(p, lambda task: float(task.kind != ACCUMULATE)) for p in programs]
     if running.dp_overlap:
@@ -303,9 +311,15 @@ def _felt(share: float, slowed: float) -> float:
     return share + (1 - share) * slowed
 
 
+def _degree(task: Task) -> str:
+    """Which degree of the plan a collective goes over; what goes over parts of several is of none."""
+    over = {degree_of_plan(axis) for axis in task.stream.split(JOINT)}
+    return over.pop() if len(over) == 1 else task.stream
+
+
 def _is_of_data(task: Task, axes: frozenset[str] = DATA_AXES) -> bool:
     """Whether a collective goes over an axis of data parallelism, alone or with others."""
-    return not axes.isdisjoint(task.stream.split("+"))
+    return not axes.isdisjoint(task.stream.split(JOINT))
 
 
 def _hidden(program: Program, beside: float, slowed: float, axes: frozenset[str] = DATA_AXES) -> Program:

@@ -35,13 +35,14 @@ def sparse(kind: str, **changes: Any) -> Any:
     return getattr(transformers, f"{kind}ForCausalLM")(config).train()
 
 
-#: Plans of four processes, with the axis over which rows are exchanged.
+#: Plans of four processes, with the axis over which rows are exchanged, or of a part of cp the results of experts.
 PLANS: dict[str, tuple[autopar.Hints, str]] = {
     "dp=2, tp=2, zero=3": (autopar.Hints(dp=2, tp=2, ep=2, zero=3), "tp"),
     "dp=4, ep=4, zero=1": (autopar.Hints(dp=4, ep=4, zero=1), "dp_expert"),
     "dp=4, ep=2, zero=3": (autopar.Hints(dp=4, ep=2, zero=3), "dp_expert"),
     "dp=2, tp=2, ep=4": (autopar.Hints(dp=2, tp=2, ep=4), "dp_expert"),
     "dp=2, cp=2, ep=4": (autopar.Hints(dp=2, cp=2, ep=4), "dp_expert"),
+    "cp=4, ep=2": (autopar.Hints(dp=1, cp=4, ep=2), "cp_expert"),
 }
 
 
@@ -109,7 +110,8 @@ def main() -> None:
             for plan, (hints, axis) in plans.items():
                 pair = Pair(reference.double(), hints, tokens(8, 8))
                 ways = {(c.kind, c.axis, c.purpose) for c in pair.model.plan.collectives}
-                assert ("all_to_all", axis, "activations") in ways, ways
+                kind = "reduce_scatter" if axis == "cp_expert" else "all_to_all"
+                assert (kind, axis, "activations") in ways, ways
                 optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (pair.model, pair.reference)]
                 for seed in range(3):
                     pair.step(tokens(8, 8, seed=seed), optimizers, max_norm=1.0)

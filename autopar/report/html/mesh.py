@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 from autopar.cluster import Cluster, Group
 from autopar.report.html.markup import Markup, cell, grid, joined, number, section, tag
 from autopar.report.units import bytes_text, seconds_text
-from autopar.sharding.axes import BATCH_AXES, CONTEXT_AXIS, DATA_AXIS, EXPERT_AXIS, REPLICATE_AXIS, TENSOR_AXIS
+from autopar.sharding.axes import (
+    BATCH_AXES,
+    CONTEXT_AXES,
+    CONTEXT_AXIS,
+    CONTEXT_EXPERT_AXIS,
+    DATA_AXIS,
+    EXPERT_AXIS,
+    REPLICATE_AXIS,
+    TENSOR_AXIS,
+)
 
 if TYPE_CHECKING:
     from autopar.plan import Collective, Plan
@@ -27,12 +36,13 @@ _SPLITS = {
     DATA_AXIS: "the batch",
     EXPERT_AXIS: "the batch, and the experts",
     CONTEXT_AXIS: "every sequence",
+    CONTEXT_EXPERT_AXIS: "every sequence, and the experts",
     TENSOR_AXIS: "the work inside of layers",
 }
 
 
 _COLOURS = {PIPELINE: "pp", REPLICATE_AXIS: "replicate", DATA_AXIS: "dp", EXPERT_AXIS: "ep", CONTEXT_AXIS: "cp",
-            TENSOR_AXIS: "tp"}  # fmt: skip
+            CONTEXT_EXPERT_AXIS: "ep", TENSOR_AXIS: "tp"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,19 +78,21 @@ def mesh(plan: Plan) -> Markup:
         f"{hosts} of {cluster.devices_per_host} devices; ranks are numbered host by host. Every axis "
         "shows the ranks that communicate with rank 0 on it, and what they send; the other ranks form groups like "
         "theirs."
-    ) + _of_batch(plan)
+    ) + _made_of(plan)
     if not axes:
         return section("mesh", "The mesh", "One rank, which communicates with nobody.")
     return section("mesh", "The mesh, and what its axes carry", lead, [_card(plan, cluster, axis) for axis in axes])
 
 
-def _of_batch(plan: Plan) -> str:
-    """What the degree dp is made of where several axes split the batch."""
-    parts = [name for name in BATCH_AXES if name in plan.mesh.names]
-    if len(parts) == 1:
-        return ""
-    product = " x ".join(f"{name} {plan.mesh.degree(name)}" for name in parts)
-    return f" The degree dp {plan.degrees[DATA_AXIS]} of the plan is {product}."
+def _made_of(plan: Plan) -> str:
+    """What the degrees dp and cp are made of where several axes split the batch or the sequence."""
+    found = ""
+    for degree, axes in ((DATA_AXIS, BATCH_AXES), (CONTEXT_AXIS, CONTEXT_AXES)):
+        parts = [name for name in axes if name in plan.mesh.names]
+        if len(parts) > 1:
+            product = " x ".join(f"{name} {plan.mesh.degree(name)}" for name in parts)
+            found += f" The degree {degree} {plan.degrees[degree]} of the plan is {product}."
+    return found
 
 
 def _card(plan: Plan, cluster: Cluster, axis: Axis) -> Markup:

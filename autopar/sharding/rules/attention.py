@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import autopar.ops.attention  # noqa: F401  defines the operators
-from autopar.sharding.layout import Layout, Mesh
+from autopar.sharding.layout import JOINT, Layout, Mesh
 from autopar.sharding.rule import Arg, Dims, Local, OpCall, Passing, Rule, Strategy, layouts, make_rule
 from autopar.sharding.rules import ring
 from autopar.sharding.rules.common import aligned
@@ -61,10 +61,10 @@ def _attention(call: OpCall, names: tuple[str, ...], results: tuple[str, ...]) -
     starts, extent = names.index("starts"), names.index("extent")
 
     def on_ring(rows: Layout, keys_of: Layout, mesh: Mesh) -> tuple[ring.Ring, str] | None:
-        """The ring that layouts of q and k stand for, and its axis."""
+        """The ring that layouts of q and k stand for, and its axis, or several by one name."""
         if not keys_of.dims[2]:
             return None
-        (axis,) = rows.dims[2]
+        axis = JOINT.join(rows.dims[2])
         return ring.Ring(given, (batch, heads, queries, keys), mesh.degree(axis)), axis
 
     def passing(strategy: Strategy, mesh: Mesh) -> Passing | None:

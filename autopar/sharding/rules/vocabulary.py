@@ -13,7 +13,7 @@ import torch
 
 import autopar.ops.vocabulary  # noqa: F401  defines the operators
 from autopar.sharding.axes import group_of
-from autopar.sharding.layout import Layout, Mesh
+from autopar.sharding.layout import JOINT, Layout, Mesh
 from autopar.sharding.rule import Hop, Local, OpCall, Passing, Rule, Strategy, layouts, rule
 from autopar.sharding.rules.registry import register
 
@@ -34,8 +34,8 @@ def _first(local: Local, weight: int) -> Any:
 
 
 def _axis(rows: Layout) -> str | None:
-    """The axis that splits the words, if any."""
-    return rows.dims[0][0] if rows.dims[0] else None
+    """The axis that splits the words, if any, or several by one name."""
+    return JOINT.join(rows.dims[0]) or None
 
 
 @register(torch.ops.autopar.token_scores.default)
