@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from published.clusters import cluster_of
@@ -31,13 +31,14 @@ from published.rows import Row, read_rows
 from published_runs import TARGET_HARDWARE
 
 import autopar
+from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.hints import Hints
 
 #: How much faster than the published plan a plan has to be explained.
 FASTER = 1.15
-#: Device memory in which a published plan is priced: that it ran is known.
-AMPLE = "4TiB"
+#: Memory of the device on which a published plan is priced, in GiB: that it ran is known.
+AMPLE = 4096
 
 #: What a plan is told by: degrees, ZeRO's stage, what is recomputed, the schedule, and samples of a micro-batch.
 Traits = dict[str, object]
@@ -126,14 +127,14 @@ def compare(row: Row, rows: Sequence[Row], seconds: float | None) -> Compared:
         assert workload.global_batch is not None and workload.seq_len is not None
         inputs = batch(workload.global_batch, workload.seq_len)
 
-        def plan(hints: Hints, limit: float | None) -> autopar.Plan:
+        def plan(where: Cluster, hints: Hints, limit: float | None) -> autopar.Plan:
             return autopar.plan(
-                build(shape), cluster, workload=workload, hints=hints, example_inputs=inputs, search_seconds=limit,
+                build(shape), where, workload=workload, hints=hints, example_inputs=inputs, search_seconds=limit,
                 compile=family.fused,
             )  # fmt: skip
 
-        pinned = replace(hints_of(configurations(row, family)[0], family, shape), memory_limit=AMPLE)
-        published, found = plan(pinned, None), plan(Hints(), seconds)
+        pinned = hints_of(configurations(row, family)[0], family, shape)
+        published, found = plan(with_memory(cluster), pinned, None), plan(cluster, Hints(), seconds)
     except (NotCovered, AutoparError) as error:
         return Compared(row.run_id, row.published_seconds, reason=str(error).splitlines()[0])
     ours, theirs = traits_of_plan(found), traits_of_plan(published)
@@ -141,6 +142,12 @@ def compare(row: Row, rows: Sequence[Row], seconds: float | None) -> Compared:
         row.run_id, row.published_seconds, published.step_time, found.step_time, theirs, ours,
         mechanisms(ours, theirs, rows),
     )  # fmt: skip
+
+
+def with_memory(cluster: Cluster) -> Cluster:
+    """The cluster with `AMPLE` memory on every device."""
+    table = cluster.to_dict()
+    return Cluster.from_dict(table | {"device": table["device"] | {"memory_gib": AMPLE}})
 
 
 def sample(rows: Sequence[Row], count: int) -> list[Row]:

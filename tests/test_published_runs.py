@@ -107,6 +107,23 @@ def test_networks_are_read_from_what_sources_print() -> None:
     assert network_gbs(None, 8) is None
 
 
+def test_searches_are_of_the_fastest_of_every_model_cluster_and_batch(rows: dict[str, Row]) -> None:
+    """Families take turns. Of one model, cluster and batch only the fastest run is taken; rows in 8 bits, and those
+    that leave their plan open, are not. What a published plan is priced on has memory enough for any."""
+    chosen = published_search.sample(list(rows.values()), 1000)
+    families = [row.source_family for row in chosen]
+    first = families[: len(set(families))]
+    assert len(set(first)) == len(first) >= 13
+    assert all(row.is_16bit and row.tp and row.pp and row.micro_batch for row in chosen)
+    keys = [(r.source_family, r.model_name, r.hardware, r.n_gpus, r.seq_len, r.global_batch) for r in chosen]
+    assert len(set(keys)) == len(keys)
+    assert "moezoo-2" in {row.run_id for row in chosen} and "moezoo-4" not in {row.run_id for row in chosen}
+    assert published_search.sample(list(rows.values()), 3) == chosen[:3]
+    cluster = Cluster.parse("a100-80g-sxm:2x8")
+    ample = published_search.with_memory(cluster)
+    assert ample.device.memory_bytes == published_search.AMPLE * 2**30 and ample.size == cluster.size
+
+
 def test_stages_are_cut_as_megatron_cuts_them(rows: dict[str, Row]) -> None:
     """22 layers on 8 ranks: embedding and head count as a layer each, so that the first and the last rank have two
     layers and the others three; with a layer a stage the head is a stage of its own."""
