@@ -184,6 +184,12 @@ def order(schedule: str, pp: int, stages: int, micro_batches: int) -> list[list[
     return [[_step(action) for action in rows[rank] if action is not None] for rank in range(pp)]
 
 
+def last_backward(rows: Sequence[Sequence[Step]], stage: int) -> int:
+    """The micro-batch whose backward a stage runs last: of the last stage, when it has run all its forwards."""
+    actions = (action for row in rows for step in row for action in step)
+    return [a.micro_batch for a in actions if a.stage == stage and a.kind in ("B", "I")][-1]
+
+
 def needed(action: Action, stages: int) -> list[tuple[Action, ...]]:
     """What has to be done before an action: one of each of the tuples."""
     s, m = action.stage, action.micro_batch

@@ -16,10 +16,12 @@ each, with the bytes of the whole tensors that they move, and messages between p
 Where the batch is split, autopar issues one collective of two numbers that PyTorch's programs lack: the loss and the
 number of tokens that count in it. It returns the loss of the global batch, exact where ranks have different numbers of
 tokens; theirs return the loss of their own samples. Nothing else can carry it: who calls the model may read the loss
-before its backward, and after the loss no forward communicates. (DDP broadcasts the model's buffers instead, which here
-follow from its configuration.) A pipeline broadcasts the loss from its last stage; theirs has it on the ranks of the
-last stage alone. That all ranks were given alike batches is compared in the first steps, when shapes or modes change,
-and every hundredth step, before the forward, by one more collective of two integers (with local batches in each).
+before its backward, and after the loss no forward communicates. All together are no more than theirs: DDP broadcasts
+the model's buffers, which here follow from its configuration, and FSDP2 reduces the gradients of embedding, last norm
+and head by themselves, which here go with those of the first layer. From the last stage of a pipeline the loss goes
+back with the last gradients, one more message of a number to every stage; theirs has it on the ranks of the last stage
+alone. That all ranks were given alike batches is compared in the first steps, when shapes or modes change, and every
+hundredth step, before the forward, by one more collective of two integers (with local batches in each).
 """
 
 from __future__ import annotations

@@ -50,13 +50,16 @@ _RESHAPES = VIEWS - {
 class Stage:
     """What one stage runs, values by name.
 
-    ``prologue``, ``once``, ``forward``, ``backward`` and ``finish`` are its parts of the phases; ``input`` computes of
-    ``backward`` what the stage before waits for, ``weight`` the rest. ``receives`` and ``sends`` are the activations
-    that come from the stage before and go to the next, ``receives_back`` and ``sends_back`` what comes from the next
-    and goes to the one before. ``saved`` is kept from the forward of a micro-batch for its backward, ``between`` from
-    ``input`` to ``weight``; ``left`` is what forward and backward leave in sum for the end of the step. ``results`` and
-    ``gradients`` are the values that a step ends with here. ``awaited`` are the sums over all its forwards that its
-    first backward waits for, and ``known`` what is made of them before it.
+    ``prologue``, ``once``, ``forward``, ``backward`` and ``finish`` (of gradients) are its parts of the phases;
+    ``input`` computes of ``backward`` what the stage before waits for, ``weight`` the rest. ``receives`` and ``sends``
+    are the activations that come from the stage before and go to the next, ``receives_back`` and ``sends_back`` what
+    comes from the next and goes to the one before. ``saved`` is kept from the forward of a micro-batch for its
+    backward, ``between`` from ``input`` to ``weight``; ``left`` is what forward and backward leave in sum for the end
+    of the step. ``results`` and ``gradients`` are the values that a step ends with here; what there is to do for the
+    results, once all forwards have run, is ``result``. ``awaited`` are the sums over all its forwards that its first
+    backward waits for, and ``known`` what is made of them before it. The results of the last stage go to all others:
+    ``receives_last`` come from the next stage, and ``sends_last`` go to the one before, with the gradients of the last
+    micro-batch.
     """
 
     prologue: Phase | None
@@ -77,12 +80,16 @@ class Stage:
     gradients: tuple[str, ...]
     awaited: tuple[str, ...] = ()
     known: Phase | None = None
+    result: Phase | None = None
+    receives_last: tuple[str, ...] = ()
+    sends_last: tuple[str, ...] = ()
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """All graphs, those of the backward as a whole and in its parts."""
         every = (
-            self.prologue, self.once, self.forward, self.known, self.backward, self.input, self.weight, self.finish
+            self.prologue, self.once, self.forward, self.known, self.result, self.backward, self.input, self.weight,
+            self.finish,
         )  # fmt: skip
         return tuple(phase for phase in every if phase is not None)
 
@@ -248,8 +255,10 @@ class _Cutter:
         ends = self.ends[s] | self.awaited[s]
         forward = _extract(self.forward, ends | self.saved[s] | own, self.in_forward[s], "Forward")
         backward, first, second, between = self._backward(s, sends_back)
-        finish = self._finish(s)
-        given = {name for phase in (forward, backward, finish) for name in phase.inputs} | set(self.results[s])
+        result = self._finish(self.results[s], s, "Result")
+        finish = self._finish(self.gradients[s], s, "Finish")
+        given = {name for phase in (forward, backward, result, finish) for name in phase.inputs} | set(self.results[s])
+        last = tuple(self.results[-1])
         known = _part(self.phases.between, given, "Between")
         given |= set(known.inputs) if known else set()
         once = _part(self.phases.once, given, "Once")
@@ -273,6 +282,9 @@ class _Cutter:
             tuple(self.gradients[s]),
             tuple(name for name in self.phases.awaited if name in given),
             known,
+            result if result.outputs else None,
+            last if s < self.count - 1 else (),
+            last if s > 0 else (),
         )
 
     def _backward(self, s: int, sends: Mapping[str, fx.Node]) -> tuple[Phase, Phase, Phase, tuple[str, ...]]:
@@ -297,13 +309,12 @@ class _Cutter:
             tuple(between),
         )
 
-    def _finish(self, s: int) -> Phase:
+    def _finish(self, names: Iterable[str], s: int, title: str) -> Phase:
+        """The part of the step's end that makes ``names`` at stage ``s``."""
         graph, stands = self.finish, self.finish.stand_ins(s)
-        outputs = {
-            name: graph.outputs[name] for name in (*self.results[s], *self.gradients[s]) if name in graph.outputs
-        }
+        outputs = {name: graph.outputs[name] for name in names if name in graph.outputs}
         inside = {n for n in _closure(outputs.values(), lambda n: True, stands) if n.op == "call_function"}
-        return _extract(graph, outputs, inside, "Finish", stands)
+        return _extract(graph, outputs, inside, title, stands)
 
 
 def _located(phase: Phase | None, locate: Callable[[Phase], Located]) -> Located:

@@ -22,7 +22,16 @@ from autopar.errors import HintError
 from autopar.passes.pipeline import Stage
 from autopar.runtime.program import StepProgram
 from autopar.runtime.reference import exact_float64
-from autopar.schedule import SCHEDULES, Action, check_schedule, global_order, order, runs, stage_ranks
+from autopar.schedule import (
+    SCHEDULES,
+    Action,
+    check_schedule,
+    global_order,
+    last_backward,
+    order,
+    runs,
+    stage_ranks,
+)
 from autopar.solver.pipeline import balanced, hinted
 from autopar.specialize import specialize_step
 
@@ -83,6 +92,10 @@ def test_every_order_ends_and_does_everything_once(schedule: str, pp: int) -> No
         for s, m in itertools.product(range(stages), range(count)):
             assert Action(s, "F", m) in done
             assert (Action(s, "B", m) in done) != ({Action(s, "I", m), Action(s, "W", m)} <= done)
+        last = [a for a in actions if a.stage == stages - 1]
+        back = max(i for i, a in enumerate(last) if a.kind in ("B", "I"))
+        assert last[back].micro_batch == last_backward(rows, stages - 1)
+        assert all(a.kind != "F" for a in last[back:])  # the loss is known by then
         ranks = stage_ranks(schedule, pp, stages)
         assert all(ranks[a.stage] == rank for rank, row in enumerate(rows) for step in row for a in step)
 
@@ -268,6 +281,7 @@ def test_the_cut_of_a_llama() -> None:
     rest = [name for name in found.phases.gradients if name != tied]
     assert sorted(rest) == sorted(set(first.gradients) ^ set(last.gradients))
     assert last.results == found.phases.results and first.results == ()
+    assert last.sends_last == first.receives_last == last.results and first.sends_last == last.receives_last == ()
 
 
 def test_a_value_that_travels_further_goes_stage_by_stage() -> None:
@@ -319,6 +333,12 @@ def test_what_a_schedule_cannot_run_is_said_at_planning() -> None:
     for hints in ({"schedule": "1f1b", "micro_batch_size": 8}, {"schedule": "dualpipev", "micro_batch_size": 4}):
         with pytest.raises(HintError, match="cannot run"):
             planned(STACK, 2, pp=2, **hints)
+
+
+def test_a_hint_interleaves_stages_of_less_than_a_block() -> None:
+    """Two layers on two ranks: the embedding and the last norm are stages with one of them, or by themselves."""
+    plan, _, _ = planned(LLAMA, 2, pp=2, schedule="interleaved", micro_batch_size=2)
+    assert plan.schedule == "interleaved" and len(plan.stages) == 4
 
 
 def test_a_pipeline_is_filled_where_the_micro_batch_size_is_open() -> None:
@@ -399,6 +419,7 @@ def test_a_plan_is_carried_to_a_smaller_model() -> None:
     pytest.param(4, ["interleaved-zb", "zbv", "dualpipev"], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_real_pipelines_equal_eager(processes: int, schedules: list[str]) -> None:
-    """Losses, gradients and parameters of three steps, one with a micro-batch of which no label counts; parameters of
-    its own stages on every rank; each graph once a micro-batch; evaluation (``tests/dist/pipeline.py``)."""
+    """Losses, the same on every rank without a broadcast, gradients and parameters of three steps, one with a
+    micro-batch of which no label counts; parameters of its own stages on every rank; each graph once a micro-batch;
+    evaluation (``tests/dist/pipeline.py``)."""
     assert_all_ok(torchrun(processes, SCRIPTS / "pipeline.py", *schedules), processes, schedules)

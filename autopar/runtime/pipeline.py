@@ -27,7 +27,7 @@ from autopar.runtime.shapes import shapes_of
 from autopar.runtime.stages import StageRun
 from autopar.runtime.step import combine
 from autopar.runtime.transport import Channel, scheduled
-from autopar.schedule import stage_ranks, torch_order
+from autopar.schedule import last_backward, order, stage_ranks, torch_order
 from autopar.sharding.layout import Mesh, TensorSpec
 from autopar.sharding.stages import homes
 
@@ -60,13 +60,14 @@ class _Share:
 @dataclass(frozen=True)
 class _Loaded:
     """A program made ready for this rank: all stages, the channels of its own, the names of its results, and for a step
-    what runs the schedule and where gradients are."""
+    what runs the schedule, where gradients are, and the micro-batch with whose gradients results go back."""
 
     stages: tuple[Stage, ...]
     channels: dict[int, Channel]
     results: tuple[str, ...]
     run: Callable[[], None] | None
     shares: Sequence[_Share]
+    last: int | None = None
 
     def release(self) -> None:
         """Let go of the values of the last run."""
@@ -131,19 +132,20 @@ class Pipeline:
         for p in program.captured.parameters:
             shape = program.assignment.sources[p.placeholder].local_shape(mesh, p.spec.shape)
             specs[program.input_name(p.placeholder)] = TensorSpec(shape, p.storage_dtype)
-        travels = [name for stage in stages for name in (*stage.receives, *stage.receives_back)]
+        travels = [n for stage in stages for n in (*stage.receives, *stage.receives_back, *stage.receives_last)]
         known = {name: specs[name] for name in travels if name in specs}
         found = shapes_of(phases.all(), specs, [name for name in travels if name not in known])
         for s in self.own:
             for phase in stages[s].phases:
                 bind(phase.module)
         channels = {s: Channel(s, stages[s], known | found, self.ranks, self.device, self.group) for s in self.own}
-        run, shares = None, list[_Share]()
+        run, shares, last = None, list[_Share](), None
         if isinstance(program, StepProgram):
             shares = self._shares(program)
-            orders = torch_order(program.schedule, program.pp, len(stages), program.count)
-            run = scheduled(list(channels.values()), orders, program.count)
-        loaded = self._loaded[program] = _Loaded(stages, channels, phases.results, run, shares)
+            schedule = program.schedule, program.pp, len(stages), program.count
+            run = scheduled(list(channels.values()), torch_order(*schedule), program.count)
+            last = last_backward(order(*schedule), len(stages) - 1)
+        loaded = self._loaded[program] = _Loaded(stages, channels, phases.results, run, shares, last)
         return loaded
 
     # -- parameters of several stages ---------------------------------------------------------------------------------
@@ -186,16 +188,20 @@ class Pipeline:
         loaded = self._loaded.get(program) or self._load(program, program.stages, program.phases, inputs, bind)
         assert loaded.run is not None
         for s, channel in loaded.channels.items():
-            channel.run = StageRun(loaded.stages[s], sums, given, micro_batches, run_and_release, combine)
+            channel.run = StageRun(loaded.stages[s], sums, given, micro_batches, run_and_release, combine, loaded.last)
             channel.run.begin()
         loaded.run()
         found: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
         for channel in loaded.channels.values():
+            results |= channel.run.results()
             for name, value in channel.run.end().items():
                 found[name] = found[name] + value if name in found else value
         loaded.release()
-        results = self._everywhere(program, loaded.stages, program.phases.results, program.places, found)
-        return results, self._gradients(loaded.shares, found)
+        places = dict(zip(program.phases.results, program.places, strict=True))
+        others = {name: place for name, place in places.items() if name not in loaded.stages[-1].results}
+        results |= self._everywhere(program, loaded.stages, others, results)
+        return [results[name] for name in places], self._gradients(loaded.shares, found)
 
     def _gradients(self, shares: Sequence[_Share], found: Mapping[str, Tensor]) -> list[Tensor | None]:
         """The gradients of the parameters that this rank holds, those of several ranks summed up."""
@@ -214,13 +220,13 @@ class Pipeline:
         self,
         program: Emitted,
         stages: Sequence[Stage],
-        names: Sequence[str],
-        places: Sequence[int],
+        places: Mapping[str, int],
         found: Mapping[str, Tensor],
-    ) -> list[Tensor]:
-        """Results on every rank, from the ranks that have them. ``places`` are those among the captured outputs."""
-        results, mesh = [], program.assignment.mesh
-        for name, place in zip(names, places, strict=True):
+    ) -> dict[str, Tensor]:
+        """Results on every rank, from the ranks that have them. ``places`` are those among the captured outputs, by
+        name."""
+        results, mesh = dict[str, Tensor](), program.assignment.mesh
+        for name, place in places.items():
             source = next(self.ranks[s] for s, stage in enumerate(stages) if name in stage.results)
             if source == self.rank:
                 result = found[name].contiguous()
@@ -229,7 +235,7 @@ class Pipeline:
                 shape = program.assignment.sinks[place].local_shape(mesh, val.shape)
                 result = torch.empty(shape, dtype=val.dtype, device=self.device)
             dist.broadcast(result, group=self.group, group_src=source)
-            results.append(result)
+            results[name] = result
         return results
 
     def evaluate(
@@ -254,7 +260,9 @@ class Pipeline:
             channel.run.begin()
         found = self._forward(loaded.channels)
         loaded.release()
-        return tuple(self._everywhere(special, loaded.stages, loaded.results, range(len(loaded.results)), found))
+        places = {name: i for i, name in enumerate(loaded.results)}
+        results = self._everywhere(special, loaded.stages, places, found)
+        return tuple([results[name] for name in loaded.results])
 
     def _forward(self, channels: Mapping[int, Channel]) -> dict[str, Tensor]:
         """Run this rank's stages forward, in order; what they end with, by name."""
@@ -270,7 +278,7 @@ class Pipeline:
                 channels[s + 1].run.values[0].update(run.hand_on("F", 0))
             elif s + 1 < len(self.ranks):
                 sent += start_p2p(channel.get_fwd_send_ops(0))
-            found |= run.end()
+            found |= run.results()
         for work in sent:
             work.wait()
         return found

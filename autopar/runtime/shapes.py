@@ -22,6 +22,7 @@ def shapes_of(phases: Iterable[Phase], given: Mapping[str, TensorSpec], wanted: 
         for phase in phases:
             if left:
                 values |= _run(phase, values, left, found)
+        found |= {name: TensorSpec(tuple(values[name].shape), values[name].dtype) for name in left}  # sums
     return found
 
 

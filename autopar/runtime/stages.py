@@ -8,7 +8,7 @@ from typing import Any
 from autopar.passes.pipeline import Stage
 from autopar.runtime.program import StepProgram
 from autopar.runtime.step import Combine, Run, Sums, combine, run_phase
-from autopar.schedule import global_order, order
+from autopar.schedule import global_order, last_backward, order
 
 
 class StageRun:
@@ -16,7 +16,7 @@ class StageRun:
 
     ``given`` are the inputs that all micro-batches share, by name, ``micro_batches`` those of each, ``sums`` the
     reductions of `Phases.sums`. What the stages before and after compute is put into ``values`` of the micro-batch
-    before it is read.
+    before it is read. With the gradients of the micro-batch ``last`` (`schedule.last_backward`) results go back.
     """
 
     def __init__(
@@ -27,12 +27,14 @@ class StageRun:
         micro_batches: Sequence[Mapping[str, Any]],
         run: Run,
         combine: Combine = combine,
+        last: int | None = None,
     ) -> None:
-        self.stage, self._run = stage, run
+        self.stage, self.last, self._run = stage, last, run
         self._given, self._batches = dict(given), micro_batches
         self._before, self._sums = Sums(sums, combine), Sums(sums, combine)
         self.values: list[dict[str, Any]] = [{} for _ in micro_batches]
         self._handed_on: dict[tuple[str, int], dict[str, Any]] = {}
+        self._arrived: dict[str, Any] = {}
 
     def begin(self) -> None:
         """What is made once a step before the first forward."""
@@ -55,7 +57,9 @@ class StageRun:
             "I": (stage.input, stage.weight.inputs, stage.sends_back),
             "W": (stage.weight, (), ()),
         }[kind]
-        values = self.values[micro_batch]
+        values, results = self.values[micro_batch], kind in ("B", "I") and micro_batch == self.last
+        if results:
+            self._arrived = {name: values.pop(name) for name in stage.receives_last}
         here = {**self._given, **self._batches[micro_batch], **values}
         inputs = [here[name] for name in phase.inputs]
         passed = {name: values[name] for name in (*kept, *sends) if name in values}
@@ -71,6 +75,9 @@ class StageRun:
         values.update({name: found[name] for name in kept if name in found})
         if kind != "W":
             self._handed_on["F" if kind == "F" else "B", micro_batch] = {name: found[name] for name in sends}
+        if results and stage.sends_last:
+            known = self.results()
+            self._handed_on["B", micro_batch].update({name: known[name] for name in stage.sends_last})
 
     def _between(self) -> None:
         """What is made once a step after all forwards, for the backwards."""
@@ -83,12 +90,22 @@ class StageRun:
         once."""
         return self._handed_on.pop((way, micro_batch))
 
+    def results(self) -> dict[str, Any]:
+        """The results of the step that are known here, by name: made once all forwards have run, or come back."""
+        own = self.stage.results
+        if own and own[0] not in self._arrived:
+            values = {**self._given, **self._sums}
+            if self.stage.result is not None:
+                values.update(run_phase(self._run, self.stage.result, values))
+            self._arrived.update({name: values[name] for name in own})
+        return self._arrived
+
     def end(self) -> dict[str, Any]:
-        """Results and gradients of the step, as far as they come to be here, by name."""
+        """Gradients of the step, as far as they come to be here, by name."""
         values = {**self._given, **self._sums}
         if self.stage.finish is not None:
             values.update(run_phase(self._run, self.stage.finish, values))
-        return {name: values[name] for name in (*self.stage.results, *self.stage.gradients)}
+        return {name: values[name] for name in self.stage.gradients}
 
 
 def run_pipeline(
@@ -102,7 +119,8 @@ def run_pipeline(
     what `run_step` takes, with one of ``runs`` a stage."""
     stages, sums = program.stages, program.phases.sums
     rows = order(program.schedule, program.pp, len(stages), program.count)
-    every = [StageRun(s, sums, given, micro_batches, run, combine) for s, run in zip(stages, runs, strict=True)]
+    last = last_backward(rows, len(stages) - 1)
+    every = [StageRun(s, sums, given, micro_batches, run, combine, last) for s, run in zip(stages, runs, strict=True)]
     for one in every:
         one.begin()
     for step in global_order(rows, len(stages)):
@@ -113,8 +131,10 @@ def run_pipeline(
             if handed_on:
                 every[s + (1 if kind == "F" else -1)].values[m].update(handed_on)
     found: dict[str, Any] = {}
-    for one in every:
+    results: dict[str, Any] = {}
+    for one in reversed(every):  # what has come back to the first stage is what it has there
+        results |= one.results()
         for name, value in one.end().items():
             found[name] = combine("sum", found[name], value) if name in found else value
     phases = program.phases
-    return [found[name] for name in phases.results], [found[name] for name in phases.gradients]
+    return [results[name] for name in phases.results], [found[name] for name in phases.gradients]

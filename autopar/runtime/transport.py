@@ -59,8 +59,9 @@ class Channel(pipeline_stage()):  # type: ignore[misc]
         return self.receive("F", micro_batch, self.stage.receives, self.stage_index - 1)
 
     def get_bwd_recv_ops(self, micro_batch: int) -> list[dist.P2POp]:
-        """Receives of what the stage after sends back."""
-        return self.receive("B", micro_batch, self.stage.receives_back, self.stage_index + 1)
+        """Receives of what the stage after sends back, with the last gradients also results."""
+        results = self.stage.receives_last if micro_batch == self.run.last else ()
+        return self.receive("B", micro_batch, (*self.stage.receives_back, *results), self.stage_index + 1)
 
     def get_fwd_send_ops(self, micro_batch: int) -> list[dist.P2POp]:
         """Sends to the stage after."""
