@@ -142,7 +142,8 @@ def _schedules(degrees: Degrees, hints: Hints, limits: Limits) -> Iterator[tuple
         return
     for schedule in [hints.schedule] if hints.schedule else _open_schedules(limits):
         chunks = ALL_SCHEDULES[schedule]
-        for count in able_chunks(degrees.pp, limits) if chunks is None else (chunks,):
+        able = able_chunks(degrees.pp, limits) if chunks is None else [chunks]
+        for count in able or [2] * bool(hints.schedule):  # a hint may ask for stages of less than a block
             stages = degrees.pp * count
             if stages <= limits.units if limits.stages is None else stages == limits.stages:
                 yield schedule, count
