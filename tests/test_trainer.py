@@ -16,14 +16,15 @@ import autopar
 from autopar import Hints
 
 NAMES = ["the model's loss", "a loss function", "a loss function, accumulated", "the model's loss, accumulated",
-         "label smoothing", "a pipeline, accumulated", "resumed", "the_best", "whole_models", "refusals"]  # fmt: skip
+         "label smoothing", "micro-batches", "micro-batches, accumulated", "a pipeline, accumulated", "resumed",
+         "the_best", "whole_models", "outside", "refusals"]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_trainer_trains_as_in_one_process(tmp_path: Path) -> None:
-    """Losses, norms, rates, evaluations and final weights of six trainings of two epochs; what is saved; runs that are
-    taken up again under other plans; models that come whole; what is refused."""
+    """Losses, norms, rates, evaluations and final weights of eight trainings of two epochs; what is saved; runs that
+    are taken up again under other plans; models that come whole; what is refused."""
     script = SCRIPTS / "trainer.py"
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     subprocess.run([sys.executable, str(script), str(tmp_path)], cwd=ROOT, env=environment, check=True, timeout=TIMEOUT)

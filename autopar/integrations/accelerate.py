@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,9 @@ class OneProcess(Accelerator):
     """An accelerator that is alone with its model, whatever process group that uses. Which process it is stays, so that
     one writes and the others do not."""
 
+    #: Whether a batch takes `ParallelModule.train_step`, which reduces its gradients itself; asked before each.
+    in_steps: Callable[[], bool] = staticmethod(lambda: False)
+
     @property
     def num_processes(self) -> int:
         return 1
@@ -74,7 +77,8 @@ class OneProcess(Accelerator):
 
     def no_sync(self, model: Any) -> Any:
         """The micro-batches of a step but the last."""
-        return model.accumulate() if model.plan.schedule is None else contextlib.nullcontext()
+        holds = model.plan.schedule is None and not self.in_steps()
+        return model.accumulate() if holds else contextlib.nullcontext()
 
 
 class AutoparAccelerator(OneProcess):

@@ -27,7 +27,7 @@ from autopar._compat import pytree
 from autopar.errors import InputError
 from autopar.integrations.accelerate import OneProcess
 from autopar.integrations.checkpoints import load_state, load_weights, save_state
-from autopar.integrations.training_arguments import Wanted, as_planned, check, split
+from autopar.integrations.training_arguments import Wanted, as_planned, check, split, warn_of_own_loss
 from autopar.runtime.batches import check_alike, contents, describe
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.process import host_group
@@ -84,13 +84,15 @@ class ParallelTrainerMixin(_Mixed):
             for module in (model, getattr(self, "model", None)):
                 if isinstance(module, ParallelModule):
                     module.__dict__["in_trainer"] = False
-        if self._in_steps and (self.compute_loss_func is not None or self.label_smoother is not None):
+        if self.model.plan.schedule is not None and self._own_loss is not None:
             raise InputError(
                 "a pipeline computes the loss of the model itself",
                 expected="a model that returns its loss",
-                found="compute_loss_func or label_smoothing_factor, and a plan with a pipeline",
-                change="leave them out, or take a plan without one: Hints(pp=1)",
+                found=f"{self._own_loss}, and a plan with a pipeline",
+                change="leave it out, or take a plan without a pipeline: Hints(pp=1)",
             )
+        if self._own_loss is not None and self.model.plan.num_micro_batches > 1:
+            warn_of_own_loss(self.model.plan, self._own_loss)
 
     def _split(self, model: Any) -> ParallelModule:
         """The parallel module of a model, which from now on answers the questions of a Trainer's constructor."""
@@ -104,14 +106,26 @@ class ParallelTrainerMixin(_Mixed):
         return self._split(super().call_model_init(trial))
 
     @property
+    def _own_loss(self) -> str | None:
+        """What computes the loss, in words, unless it is the model."""
+        if self.compute_loss_func is not None:
+            return "compute_loss_func"
+        if self.label_smoother is not None:
+            return "label_smoothing_factor"
+        overridden = type(self).compute_loss is not transformers.Trainer.compute_loss
+        return f"{type(self).__name__}.compute_loss" if overridden else None
+
+    @property
     def _in_steps(self) -> bool:
-        """Whether a batch takes `ParallelModule.train_step`: under a pipeline."""
-        return self.model.plan.schedule is not None
+        """Whether a batch takes `ParallelModule.train_step`, in the plan's micro-batches."""
+        plan = self.model.plan
+        return plan.schedule is not None or (plan.num_micro_batches > 1 and self._own_loss is None)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer does, for one process."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = OneProcess
+        self.accelerator.in_steps = lambda: self._in_steps
         self.gather_function = self.accelerator.gather_for_metrics
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -133,12 +147,16 @@ class ParallelTrainerMixin(_Mixed):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
         model.train()
+        if callable(switch := getattr(self.optimizer, "train", None)):
+            switch()
         given = self._prepare_inputs(inputs)
-        counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        if counted:
+        scaled = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        if scaled:
             given = {**given, "num_items_in_batch": num_items_in_batch}
+        if self.loss_is_scaled_for_ga is not None:
+            scaled = self.loss_is_scaled_for_ga
         loss = self.model.train_step(**given)
-        if counted:
+        if scaled:
             return loss
         if self.accelerator.sync_gradients:  # the last batch of the step: their mean, as the Trainer takes it
             for p in model.parameters():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -119,6 +120,19 @@ def as_planned(args: Any) -> Any:
     found.bf16, found.mixed_precision = False, "no"
     found.activation_checkpointing = found.gradient_checkpointing = False
     return found
+
+
+def warn_of_own_loss(plan: Plan, loss: str) -> None:
+    """Say that a ``loss`` outside of the model, which needs all of its outputs, runs a batch at once where ``plan``
+    counts on micro-batches. The Trainer's accumulation is in micro-batches for any loss."""
+    count, batch = plan.num_micro_batches, plan.workload["global_batch"]
+    warnings.warn(
+        f"{loss} computes the loss outside of the model, so a batch of {batch} runs at once and not in the {count} "
+        f"micro-batches of the plan, and needs more memory than planned. per_device_train_batch_size={batch // count} "
+        f"with gradient_accumulation_steps={count} trains the same in less memory.",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def check(model: ParallelModule, args: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,10 @@ RUNS: dict[str, tuple[dict[str, Any], Hints]] = {
     "the model's loss, accumulated": (
         {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False}, Hints(dp=2)),
     "label smoothing": ({"label_smoothing_factor": 0.1}, Hints(dp=2)),
+    "micro-batches": ({}, Hints(dp=2, micro_batch_size=1)),
+    "micro-batches, accumulated": (
+        {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False},
+        Hints(tp=2, zero=0, micro_batch_size=2)),
     "a pipeline, accumulated": ({"gradient_accumulation_steps": 2}, Hints(pp=2, micro_batch_size=1)),
 }  # fmt: skip
 
@@ -162,6 +167,30 @@ def whole_models(folder: Path) -> None:
     assert len(train(trainer)["loss"]) == 1 and trainer.model.plan.degrees["pp"] == 1
 
 
+class ItsOwn(AutoparTrainer):
+    """A Trainer with a loss of its own."""
+
+    def compute_loss(self, *args: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """Twice that of the model."""
+        loss, outputs = super().compute_loss(*args, return_outputs=True, **kwargs)
+        return (2 * loss, outputs) if return_outputs else 2 * loss
+
+
+def outside(folder: Path) -> None:
+    """A loss that is not the model's own is computed by the Trainer's own code, under micro-batches with a warning."""
+    own, other = (
+        train(make(kind, parallel(hints), folder, max_steps=2))
+        for kind, hints in ((AutoparTrainer, Hints(dp=2)), (ItsOwn, Hints(dp=2, micro_batch_size=1)))
+    )
+    assert torch.allclose(other["loss"][:1], 2 * own["loss"][:1])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        make(AutoparTrainer, parallel(Hints(dp=2, micro_batch_size=1)), folder, loss=True)
+    said = "a batch of 4 runs at once and not in the 2 micro-batches of the plan"
+    advice = "per_device_train_batch_size=2 with gradient_accumulation_steps=2"
+    assert any(said in str(w.message) and advice in str(w.message) for w in told)
+
+
 def refused(kind: type[Exception], text: str, act: Callable[[], object]) -> None:
     """``act`` raises an error of ``kind`` that says ``text``, on every rank."""
     try:
@@ -186,6 +215,8 @@ def refusals(folder: Path) -> None:
             lambda: make(AutoparTrainer, model, folder, auto_find_batch_size=True))  # fmt: skip
     refused(InputError, "computes the loss of the model itself",
             lambda: make(AutoparTrainer, parallel(Hints(pp=2)), folder, loss=True))  # fmt: skip
+    refused(InputError, "found: ItsOwn.compute_loss, and a plan with a pipeline",
+            lambda: make(ItsOwn, parallel(Hints(pp=2)), folder))  # fmt: skip
     refused(InputError, "hints come too late", lambda: make(AutoparTrainer, model, folder, hints=Hints(tp=2)))
     refused(HintError, "contradict each other", lambda: make(AutoparTrainer, llama(num_hidden_layers=1), folder,
             hints=Hints(recompute="none"), gradient_checkpointing=True))  # fmt: skip
@@ -208,6 +239,8 @@ def main() -> None:
         own = {n: t for n, t in truth.items() if "." not in n or hints.pp is None or n in found}
         assert len(found["eval_loss"]) == 2 and set(found) == set(own)
         assert_close(found, own, name)
+        steps = {key[0] for key in trainer.model._programs.cache.kept if key[3]}  # programs to train with
+        assert steps == {"step" if "micro" in name or "pipeline" in name else "forward"}, steps
         if number == 0:
             saved(trainer, found, folder / "saved")
         say(f"ok {name}")
@@ -215,7 +248,7 @@ def main() -> None:
         torch.save(train(make(transformers.Trainer, llama(num_hidden_layers=1), folder / "one", **KEPT)),
                    folder / "kept.pt")  # fmt: skip
         return
-    for check in (resumed, the_best, whole_models, refusals):
+    for check in (resumed, the_best, whole_models, outside, refusals):
         check(folder)
         say(f"ok {check.__name__}")
     dist.destroy_process_group()
