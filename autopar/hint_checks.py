@@ -1,20 +1,29 @@
-"""Values that single hints can have, and one clear error for those that they cannot; the names that hints know."""
+"""Values that single hints can have, hints that need or contradict one another, and one clear error for those that
+cannot be; the names that hints know."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from autopar.errors import HintError
-from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, TENSOR_AXIS
+from autopar.schedule import ALL_SCHEDULES
+from autopar.sharding.axes import CONTEXT_AXIS, DATA_AXIS, STATE_AXES, TENSOR_AXIS
 from autopar.sharding.recompute import blocks_made_again
+from autopar.sharding.rules.attention import WAYS
+
+if TYPE_CHECKING:
+    from autopar.hints import Hints
 
 #: Axes that split tensors, and with that of the pipeline all that ranks are laid out on, outermost first.
 AXES = (DATA_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 DEGREES = ("pp", *AXES)
 #: Over how many ranks experts are spread: those of other axes, so that it is no factor of the number of ranks.
 EXPERTS = "ep"
+#: Over how many ranks the matrices of each expert are split: those of tp, or none.
+INSIDE_EXPERTS = "etp"
 ZERO_STAGES = (0, 1, 2, 3)
 
 
@@ -150,4 +159,120 @@ def _malformed_activations(found: str) -> HintError:
         expected=f"a mapping from patterns of module paths to {{axis: dim}}, with {', '.join(AXES)} and None for whole",
         found=found,
         change='write for instance activations={"model.layers.*.mlp": {"tp": 1}}',
+    )
+
+
+def check_pipeline(hints: Hints) -> None:
+    """HintError for a schedule that there is not, and for hints of a pipeline without one."""
+    if hints.schedule is not None and hints.schedule not in ALL_SCHEDULES:
+        raise HintError(
+            f"schedule={hints.schedule!r} is not available.",
+            expected=f"one of {', '.join(ALL_SCHEDULES)}",
+            found=repr(hints.schedule),
+            change=nearest_names(str(hints.schedule), ALL_SCHEDULES),
+        )
+    for name in ("schedule", "stages"):
+        if getattr(hints, name) is not None and hints.pp in (None, 1):
+            raise HintError(
+                f"The hint {name} asks for a pipeline, and there is none.",
+                expected=f"pp of at least 2 beside {name}",
+                found=f"pp={hints.pp}",
+                change=f"give pp, or leave {name} out",
+            )
+
+
+def check_attention(hints: Hints) -> None:
+    """HintError for a way to compute attention that there is not, or where no axis is there for it."""
+    if hints.attention not in WAYS:
+        raise HintError(
+            f"attention={hints.attention!r} is not available.",
+            expected=f"one of {', '.join(WAYS)}",
+            found=repr(hints.attention),
+            change=nearest_names(str(hints.attention), WAYS),
+        )
+    if hints.cp in (None, 1):
+        raise HintError(
+            f"The hint attention={hints.attention!r} asks for a sequence that is split, and it is not.",
+            expected="cp of at least 2 beside attention",
+            found=f"cp={hints.cp}",
+            change="give cp, or leave attention out",
+        )
+
+
+def check_zero_group(hints: Hints) -> None:
+    """HintError for a size of groups that is none, that nothing is split over, or that does not divide dp."""
+    size = hints.zero_group_size
+    if not is_int(size, 2):
+        raise HintError(
+            f"zero_group_size={size!r} is no number of ranks to split over.",
+            expected="a whole number from 2, or None: ZeRO splits over all of dp",
+            found=repr(size),
+            change="give zero_group_size as an int from 2, for instance the devices of a host, or leave it out",
+        )
+    if hints.zero in (None, 0):
+        raise HintError(
+            f"The hint zero_group_size={size} needs ZeRO.",
+            expected="zero=1, 2 or 3 beside zero_group_size",
+            found=f"zero={hints.zero}",
+            change="give zero as well, or leave zero_group_size out",
+        )
+    if hints.dp is not None:
+        check_group_divides(size, hints.dp)
+
+
+def check_group_divides(size: int | None, dp: int) -> None:
+    if size is not None and dp % size:
+        raise HintError(
+            f"The hint zero_group_size={size} does not divide dp={dp}.",
+            expected="groups of equal size that make up dp",
+            found=f"dp={dp}",
+            change=f"choose a zero_group_size that divides {dp}, or leave it out",
+        )
+
+
+def check_contradictions(hints: Hints) -> None:
+    """HintError where two hints cannot both hold, whatever the model."""
+    if (hints.etp or 1) > 1 and hints.degree(TENSOR_AXIS) != hints.etp:
+        raise HintError(
+            f"The hints etp={hints.etp} and tp={hints.degree(TENSOR_AXIS)} contradict each other.",
+            expected="etp of 1, or all of tp: the matrices of an expert are split over tp, or over nothing",
+            found=f"etp={hints.etp}, tp={hints.degree(TENSOR_AXIS)}",
+            change=f"give etp=1 or tp={hints.etp}, or leave one of them out",
+        )
+    for pattern, dims in (hints.shard or {}).items():
+        for axis in dims:
+            if getattr(hints, axis) == 1:
+                raise HintError(
+                    f"The hints {axis}=1 and shard[{pattern!r}] contradict each other.",
+                    expected=f"{axis} of at least 2 where a parameter is split over it",
+                    found=f"{axis}=1 and shard={{{pattern!r}: {dict(dims)}}}",
+                    change=f"remove {axis}=1, or leave {axis} out of shard",
+                )
+        for axis in STATE_AXES:
+            if axis in dims and hints.zero == 0:
+                raise HintError(
+                    f"The hints zero=0 and shard[{pattern!r}] contradict each other.",
+                    expected=f"zero of at least 1 where a parameter rests split over {axis}",
+                    found=f"zero=0 and shard={{{pattern!r}: {dict(dims)}}}",
+                    change=f"give zero=1, 2 or 3, or leave {axis} out of shard",
+                )
+
+
+def check_axes(hints: Hints) -> None:
+    """HintError where degrees contradict what ``require`` and ``forbid`` ask for, or these each other."""
+    for axis in hints.require or ():
+        if axis in (hints.forbid or ()) or getattr(hints, axis) == 1:
+            other = f"forbid={{{axis!r}}}" if axis in (hints.forbid or ()) else f"{axis}=1"
+            raise _contradict(f"require={{{axis!r}}}", other)
+    for axis in hints.forbid or ():
+        if (degree := getattr(hints, axis)) not in (None, 1):
+            raise _contradict(f"forbid={{{axis!r}}}", f"{axis}={degree}")
+
+
+def _contradict(one: str, other: str) -> HintError:
+    return HintError(
+        f"The hints {one} and {other} contradict each other.",
+        expected="required axes of at least 2 ranks, and forbidden ones of 1",
+        found=f"{one}, {other}",
+        change="remove one of the two",
     )

@@ -21,9 +21,16 @@ from autopar.errors import HintError
 from autopar.hint_checks import (
     DEGREES,
     EXPERTS,
+    INSIDE_EXPERTS,
     ZERO_STAGES,
     candidates,
+    check_attention,
+    check_axes,
+    check_contradictions,
+    check_group_divides,
+    check_pipeline,
     check_recompute,
+    check_zero_group,
     checked_activations,
     checked_axes,
     checked_shard,
@@ -32,9 +39,7 @@ from autopar.hint_checks import (
     matches,
     nearest_names,
 )
-from autopar.schedule import ALL_SCHEDULES
-from autopar.sharding.axes import DATA_AXIS, STATE_AXES, TENSOR_AXIS
-from autopar.sharding.rules.attention import WAYS
+from autopar.sharding.axes import DATA_AXIS, TENSOR_AXIS
 from autopar.sharding.rules.experts import DISPATCHERS
 
 _BYTE_UNITS = (
@@ -67,22 +72,23 @@ class Hints:
     """Decisions that the planner must keep; None leaves them to it.
 
     ``pp``, ``dp``, ``cp`` and ``tp`` are degrees (`sharding.axes`), ``ep`` says over how many of the ranks of dp, cp
-    and tp the experts of a model are spread (1: every rank has all of them), ``schedule`` is a pipeline schedule (one
-    of `autopar.schedule.ALL_SCHEDULES`), ``stages`` maps patterns of module paths (blocks, and modules outside of them
-    that own parameters) to pipeline stages, ``zero`` is 0 to 3, ``zero_group_size`` says over how many ranks of dp (x
-    cp) ZeRO splits state, of which the other ranks have replicas (hybrid ZeRO), ``reshard_after_forward=False``
-    (FSDP2's word) keeps what ZeRO-3 gathers for a forward until its backward (`sharding.zero`), ``micro_batch_size`` is
-    in samples a rank, ``recompute`` is "none", "selective", "full", or "full:4" for the first four blocks alone
-    (`sharding.recompute`), ``attention`` is how attention is computed where cp splits the sequence: with "heads" split
-    instead (Ulysses), as a "ring" in which keys and values go round, or with all of them on every rank ("gather"),
-    ``dispatch`` how tokens come to experts that are spread: each to the ranks of its experts alone ("exchange", pieces
-    as large as routers make them), or all to all of those ranks ("gather", results summed up, of fixed size),
-    ``memory_limit`` is bytes a device (as `parse_bytes` reads them), ``shard`` maps parameter patterns (see the module)
-    to the dim that each axis splits, e.g. ``{"model.layers.*.mlp.down_proj.weight": {"tp": 1}}``, ``activations``
-    does so for the results of modules, by patterns of their paths, None for whole (as `autopar.constrain` in their
-    code), ``within_host`` names axes whose groups of ranks may not span hosts, ``require`` axes that must have more
-    than one rank, and ``forbid`` axes that must not. HintError for bad values and for hints that contradict each other
-    whatever the model; what depends on model and cluster is for `check_hints`.
+    and tp the experts of a model are spread (1: every rank has all of them), ``etp`` over how many the matrices of each
+    expert are split (Megatron's expert-tensor-parallel-size: those of tp, or 1, where tp is for other experts or
+    tokens), ``schedule`` is a pipeline schedule (one of `autopar.schedule.ALL_SCHEDULES`), ``stages`` maps patterns of
+    module paths (blocks, and modules outside of them that own parameters) to pipeline stages, ``zero`` is 0 to 3,
+    ``zero_group_size`` says over how many ranks of dp (x cp) ZeRO splits state, of which the other ranks have replicas
+    (hybrid ZeRO), ``reshard_after_forward=False`` (FSDP2's word) keeps what ZeRO-3 gathers for a forward until its
+    backward (`sharding.zero`), ``micro_batch_size`` is in samples a rank, ``recompute`` is "none", "selective", "full",
+    or "full:4" for the first four blocks alone (`sharding.recompute`), ``attention`` is how attention is computed where
+    cp splits the sequence: with "heads" split instead (Ulysses), as a "ring" in which keys and values go round, or with
+    all of them on every rank ("gather"), ``dispatch`` how tokens come to experts that are spread: each to the ranks of
+    its experts alone ("exchange", pieces as large as routers make them), or all to all of those ranks ("gather",
+    results summed up, of fixed size), ``memory_limit`` is bytes a device (as `parse_bytes` reads them), ``shard`` maps
+    parameter patterns (see the module) to the dim that each axis splits, e.g. ``{"model.layers.*.mlp.down_proj.weight":
+    {"tp": 1}}``, ``activations`` does so for the results of modules, by patterns of their paths, None for whole (as
+    `autopar.constrain` in their code), ``within_host`` names axes whose groups of ranks may not span hosts, ``require``
+    axes that must have more than one rank, and ``forbid`` axes that must not. HintError for bad values and for hints
+    that contradict each other whatever the model; what depends on model and cluster is for `check_hints`.
     """
 
     pp: int | None = None
@@ -90,6 +96,7 @@ class Hints:
     cp: int | None = None
     tp: int | None = None
     ep: int | None = None
+    etp: int | None = None
     schedule: str | None = None
     stages: Mapping[str, int] | None = None
     zero: int | None = None
@@ -107,7 +114,7 @@ class Hints:
     forbid: Collection[str] | None = None
 
     def __post_init__(self) -> None:
-        for axis in (*DEGREES, EXPERTS):
+        for axis in (*DEGREES, EXPERTS, INSIDE_EXPERTS):
             if (degree := getattr(self, axis)) is not None and not is_int(degree, 1):
                 raise HintError(
                     f"{axis}={degree!r} is no degree.",
@@ -130,7 +137,7 @@ class Hints:
                 change="give zero as one of 0, 1, 2 and 3, or leave it out",
             )
         if self.zero_group_size is not None:
-            _check_zero_group(self)
+            check_zero_group(self)
         if self.reshard_after_forward is not None and self.zero != 3:
             raise HintError(
                 f"The hint reshard_after_forward={self.reshard_after_forward!r} needs zero=3.",
@@ -141,7 +148,7 @@ class Hints:
         if self.recompute is not None:
             check_recompute(self.recompute)
         if self.attention is not None:
-            _check_attention(self)
+            check_attention(self)
         if self.dispatch is not None and self.dispatch not in DISPATCHERS:
             raise HintError(
                 f"dispatch={self.dispatch!r} is not available.",
@@ -160,14 +167,16 @@ class Hints:
         for name in ("within_host", "require", "forbid"):
             if (axes := getattr(self, name)) is not None:
                 object.__setattr__(self, name, checked_axes(name, axes))
-        _check_axes(self)
-        _check_pipeline(self)
-        _check_contradictions(self)
+        check_axes(self)
+        check_pipeline(self)
+        check_contradictions(self)
 
     def degree(self, axis: str) -> int | None:
-        """The degree of ``axis`` that is given, or that ``forbid`` leaves; None if it is open."""
+        """The degree of ``axis`` that is given, or that ``forbid`` or ``etp`` leaves; None if it is open."""
+        if axis in (self.forbid or ()):
+            return 1
         given: int | None = getattr(self, axis)
-        return 1 if axis in (self.forbid or ()) else given
+        return self.etp if axis == TENSOR_AXIS and given is None and self.etp != 1 else given
 
     def asks_for(self, axis: str) -> bool:
         """Whether hints have more than one rank on ``axis``."""
@@ -272,117 +281,9 @@ def check_hints(hints: Hints, world_size: int, parameter_shapes: Mapping[str, tu
 
 def _given(hints: Hints) -> str:
     """The degrees that are hinted, as the user wrote them."""
-    given = [f"{axis}={getattr(hints, axis)}" for axis in DEGREES if getattr(hints, axis) is not None]
+    names = (*DEGREES, INSIDE_EXPERTS)
+    given = [f"{axis}={getattr(hints, axis)}" for axis in names if getattr(hints, axis) is not None]
     return ", ".join(given) or "no degrees"
-
-
-def _check_pipeline(hints: Hints) -> None:
-    """HintError for a schedule that there is not, and for hints of a pipeline without one."""
-    if hints.schedule is not None and hints.schedule not in ALL_SCHEDULES:
-        raise HintError(
-            f"schedule={hints.schedule!r} is not available.",
-            expected=f"one of {', '.join(ALL_SCHEDULES)}",
-            found=repr(hints.schedule),
-            change=nearest_names(str(hints.schedule), ALL_SCHEDULES),
-        )
-    for name in ("schedule", "stages"):
-        if getattr(hints, name) is not None and hints.pp in (None, 1):
-            raise HintError(
-                f"The hint {name} asks for a pipeline, and there is none.",
-                expected=f"pp of at least 2 beside {name}",
-                found=f"pp={hints.pp}",
-                change=f"give pp, or leave {name} out",
-            )
-
-
-def _check_attention(hints: Hints) -> None:
-    """HintError for a way to compute attention that there is not, or where no axis is there for it."""
-    if hints.attention not in WAYS:
-        raise HintError(
-            f"attention={hints.attention!r} is not available.",
-            expected=f"one of {', '.join(WAYS)}",
-            found=repr(hints.attention),
-            change=nearest_names(str(hints.attention), WAYS),
-        )
-    if hints.cp in (None, 1):
-        raise HintError(
-            f"The hint attention={hints.attention!r} asks for a sequence that is split, and it is not.",
-            expected="cp of at least 2 beside attention",
-            found=f"cp={hints.cp}",
-            change="give cp, or leave attention out",
-        )
-
-
-def _check_zero_group(hints: Hints) -> None:
-    """HintError for a size of groups that is none, that nothing is split over, or that does not divide dp."""
-    size = hints.zero_group_size
-    if not is_int(size, 2):
-        raise HintError(
-            f"zero_group_size={size!r} is no number of ranks to split over.",
-            expected="a whole number from 2, or None: ZeRO splits over all of dp",
-            found=repr(size),
-            change="give zero_group_size as an int from 2, for instance the devices of a host, or leave it out",
-        )
-    if hints.zero in (None, 0):
-        raise HintError(
-            f"The hint zero_group_size={size} needs ZeRO.",
-            expected="zero=1, 2 or 3 beside zero_group_size",
-            found=f"zero={hints.zero}",
-            change="give zero as well, or leave zero_group_size out",
-        )
-    if hints.dp is not None:
-        _check_group_divides(size, hints.dp)
-
-
-def _check_group_divides(size: int | None, dp: int) -> None:
-    if size is not None and dp % size:
-        raise HintError(
-            f"The hint zero_group_size={size} does not divide dp={dp}.",
-            expected="groups of equal size that make up dp",
-            found=f"dp={dp}",
-            change=f"choose a zero_group_size that divides {dp}, or leave it out",
-        )
-
-
-def _check_contradictions(hints: Hints) -> None:
-    """HintError where two hints cannot both hold, whatever the model."""
-    for pattern, dims in (hints.shard or {}).items():
-        for axis in dims:
-            if getattr(hints, axis) == 1:
-                raise HintError(
-                    f"The hints {axis}=1 and shard[{pattern!r}] contradict each other.",
-                    expected=f"{axis} of at least 2 where a parameter is split over it",
-                    found=f"{axis}=1 and shard={{{pattern!r}: {dict(dims)}}}",
-                    change=f"remove {axis}=1, or leave {axis} out of shard",
-                )
-        for axis in STATE_AXES:
-            if axis in dims and hints.zero == 0:
-                raise HintError(
-                    f"The hints zero=0 and shard[{pattern!r}] contradict each other.",
-                    expected=f"zero of at least 1 where a parameter rests split over {axis}",
-                    found=f"zero=0 and shard={{{pattern!r}: {dict(dims)}}}",
-                    change=f"give zero=1, 2 or 3, or leave {axis} out of shard",
-                )
-
-
-def _check_axes(hints: Hints) -> None:
-    """HintError where degrees contradict what ``require`` and ``forbid`` ask for, or these each other."""
-    for axis in hints.require or ():
-        if axis in (hints.forbid or ()) or getattr(hints, axis) == 1:
-            other = f"forbid={{{axis!r}}}" if axis in (hints.forbid or ()) else f"{axis}=1"
-            raise _contradict(f"require={{{axis!r}}}", other)
-    for axis in hints.forbid or ():
-        if (degree := getattr(hints, axis)) not in (None, 1):
-            raise _contradict(f"forbid={{{axis!r}}}", f"{axis}={degree}")
-
-
-def _contradict(one: str, other: str) -> HintError:
-    return HintError(
-        f"The hints {one} and {other} contradict each other.",
-        expected="required axes of at least 2 ranks, and forbidden ones of 1",
-        found=f"{one}, {other}",
-        change="remove one of the two",
-    )
 
 
 def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
@@ -411,7 +312,7 @@ def _degrees(hints: Hints, world_size: int) -> dict[str, int]:
     if len(rest) == 1 or world_size == product:
         given |= {axis: world_size // product for axis in rest}
     if DATA_AXIS in given:
-        _check_group_divides(hints.zero_group_size, given[DATA_AXIS])
+        check_group_divides(hints.zero_group_size, given[DATA_AXIS])
     return given
 
 

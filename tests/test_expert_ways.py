@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from models import causal_batch, llama
 from test_distributed import ROOT, assert_all_ok, torchrun
 from test_experts import expert_pieces, verified
 from zoo import MIXTURES
 
 import autopar
+from autopar.cluster import Cluster
 from autopar.errors import HintError
 from autopar.runtime.reference import exact_float64
 from autopar.sharding.rules.experts import MEETINGS
+from autopar.solver.candidates import Limits, all_degrees
 
 own = torch.ops.autopar
 #: The products with weights of experts, forward and backward, and the factor that is an expert's hidden dim there.
@@ -24,13 +27,15 @@ HIDDEN = {
     own.gated_mm_backward.default: "i",
     own.gated_outer.default: "i",
 }
-#: Expert TP alone, beside experts over cp, with ZeRO, micro-batches and a pipeline. (With dp, ep=2 beside tp=2 may be
-#: met by experts over tp as well, whichever is cheaper: no hint says which.)
+#: Expert TP alone, beside experts over cp, over dp, with ZeRO, micro-batches and a pipeline. Where ep=2 beside tp=2 may
+#: be met by experts over tp as well, whichever is cheaper, etp says which.
 WITHIN: dict[str, tuple[int, autopar.Hints]] = {
     "tp2": (2, autopar.Hints(tp=2, ep=1, pp=1)),
     "tp4": (4, autopar.Hints(tp=4, ep=1, pp=1)),
     "cp2-ep2-tp2": (4, autopar.Hints(cp=2, tp=2, ep=2, pp=1)),
-    "dp2-ep2-tp2-micro-batches": (4, autopar.Hints(dp=2, tp=2, ep=2, zero=1, pp=1, micro_batch_size=1)),
+    "dp2-ep2-tp2": (4, autopar.Hints(dp=2, tp=2, ep=2, etp=2, pp=1)),
+    "dp4-ep2-tp2-zero3": (8, autopar.Hints(dp=4, ep=2, etp=2, zero=3, pp=1)),
+    "dp2-ep2-tp2-micro-batches": (4, autopar.Hints(dp=2, tp=2, ep=2, etp=2, zero=1, pp=1, micro_batch_size=1)),
     "pp2-tp2": (4, autopar.Hints(pp=2, tp=2, ep=1, micro_batch_size=2)),
 }
 #: Where experts are in the two ways in which tokens come to them.
@@ -82,6 +87,54 @@ def test_every_rank_has_a_part_of_every_expert(name: str, plan: str) -> None:
                for p in experts)  # fmt: skip
     whole = sum(math.prod(p.spec.shape) for p in experts)
     assert experts and held == whole / (ranks if hints.zero == 3 or hints.ep == 2 else hints.tp or 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_experts_are_whole_beside_tp(name: str, zero: int) -> None:
+    """Attention and all else over tp, experts over dp or over tp, each with whole matrices: where tp has none of them
+    it splits the tokens."""
+    model, batch = mixture(name)
+    hints = autopar.Hints(dp=2, tp=2, ep=2, etp=1, zero=zero, pp=1)
+    special, report = verified(model, batch, 4, hints)
+    mesh = special.assignment.mesh
+    heavy = [op for op in special.operators if op.is_heavy and op.rule.inward]
+    for op in heavy:
+        split = {c.factor for c, n in zip(special.assignment.strategies[op.node], mesh.sizes, strict=True) if n > 1}
+        assert split == {"e", "c"}, op
+    assert heavy and expert_pieces(special) == {2} and report.flops_share < 1.25 / 4, report
+
+
+@pytest.mark.parametrize(("given", "match"), [
+    ({"etp": 0}, "is no degree"),
+    ({"etp": 2, "tp": 4}, "etp=2 and tp=4 contradict"),
+    ({"etp": 2, "forbid": {"tp"}}, "etp=2 and tp=1 contradict"),
+])  # fmt: skip
+def test_parts_of_experts_that_there_are_not(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(HintError, match=match):
+        autopar.Hints(**given)
+
+
+def test_parts_of_experts_are_those_of_tp() -> None:
+    """Of the meshes that are searched: with a part of every expert tp has no experts besides, and no other size."""
+    limits = Limits(batch=64, sequence=64, units=8, parts=True, experts=8)
+    cluster = Cluster.parse("h100-sxm:2x8")
+    found = list(all_degrees(cluster, autopar.Hints(ep=4, etp=2), limits))
+    assert found and {d.tp for d in found} == {2}
+    assert all(d.experts * d.cp == 4 or d.experts == 4 for d in found)
+    assert {d.tp for d in all_degrees(cluster, autopar.Hints(ep=4, etp=1), limits)} > {1, 2}
+
+
+def test_parts_of_experts_that_a_model_has_not() -> None:
+    """A model without experts, and one whose experts do not divide."""
+    with pytest.raises(HintError, match="etp=2 cannot be kept") as caught:
+        autopar.plan(llama(), "cpu:2", hints=autopar.Hints(etp=2, pp=1), example_inputs=causal_batch())
+    assert "no experts" in caught.value.found
+    model, batch = mixture("mixtral")
+    with pytest.raises(HintError, match="etp=3 cannot be kept") as caught:
+        autopar.plan(model, "cpu:3", hints=autopar.Hints(etp=3, pp=1), example_inputs=batch)
+    assert "matrices with dims of" in caught.value.found
 
 
 @pytest.mark.slow

@@ -144,6 +144,7 @@ BAD_FOR_THE_MODEL: dict[str, tuple[int, Hints, str]] = {
     "degrees of too few ranks": (8, Hints(pp=1, dp=2, cp=1, tp=2),
                                    r"pp=1, dp=2, cp=1, tp=2 do not match a cluster of 8 ranks"),
     "a degree that does not divide": (8, Hints(tp=3), r"tp=3 does not divide a cluster of 8[\s\S]*one of 1, 2, 4, 8"),
+    "parts of experts that do not divide": (8, Hints(etp=3), r"The hint etp=3 does not divide a cluster of 8"),
     "a degree above the ranks": (8, Hints(dp=16), "dp=16 does not divide"),
     "a pattern with a misspelt name": (
         8, Hints(shard={"model.layers.*.mlp.down.weight": {"tp": 1}}),

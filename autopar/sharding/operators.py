@@ -215,6 +215,14 @@ def expert_factors(call: OpCall, rule: Rule) -> frozenset[str]:
     return frozenset(dims[0][0] for spec, dims in tensors if spec.by_expert and dims[0])
 
 
+def inside_experts(op: Operator) -> frozenset[str]:
+    """The factors of an operator that are dims of the matrices of each expert: those of weights and their gradients."""
+    call, rule = op.call, op.rule
+    tensors = [*zip(call.operands, rule.operands, strict=True), *zip(call.results, rule.results, strict=True)]
+    weights = [dims for spec, dims in tensors if spec.by_expert and not spec.routed]
+    return frozenset(f for dims in weights for factors in dims for f in factors) - rule.inward
+
+
 def read_operator(node: fx.Node, imbalance: float = 1.0) -> Operator:
     """One call node as an operator; ``imbalance`` is that of rows of experts."""
     routed, by_expert = _kinds(node)

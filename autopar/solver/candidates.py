@@ -110,12 +110,14 @@ def stays_in_hosts(degrees: Mapping[str, int], cluster: Cluster, axes: Collectio
 def _experts(dp: int, cp: int, tp: int, cluster: Cluster, hints: Hints, limits: Limits) -> list[ExpertRanks]:
     """How experts may be spread over dp and over a part of cp: of dp over none, over those of a host, and over as many
     as there are experts for; of cp over as many as there are experts for, where these are not all; with a hint over as
-    many of both as, perhaps with all of cp or tp or both, it asks for. About all of cp, and tp, the program decides."""
+    many of both as, perhaps with all of cp or tp or both, it asks for; tp may not have experts where it has a part
+    of each (``etp``). About all of cp, and tp, the program decides."""
     able, parts = divisors(math.gcd(limits.experts, dp)), divisors(math.gcd(limits.experts, cp))
     if hints.ep is not None:
         if limits.experts % hints.ep:
             return []
-        wanted = {hints.ep // n for n in (1, tp) if hints.ep % n == 0}
+        others = (1,) if (hints.etp or 1) > 1 else (1, tp)
+        wanted = {hints.ep // n for n in others if hints.ep % n == 0}
         spread = [ExpertRanks(n, part) for n in able for part in parts if part < cp or cp == 1]
         whole = {s for s in spread if s.cp == 1 and s.dp * cp in wanted}
         return [s for s in spread if s in whole or s.dp * s.cp in wanted]

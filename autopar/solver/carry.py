@@ -172,8 +172,8 @@ def hint_pins(captured: Captured, hints: Hints) -> Pins:
     zero_dims = {name: {a: d for a, d in dims.items() if a in STATE_AXES} for name, dims in hinted.items()}
     zero = 3 if hints.zero else hints.zero  # what rests sharded rests alike, however long copies of it live
     return Pins(
-        storage=storage, zero=zero, zero_dims=zero_dims, experts=hints.ep, attention=hints.attention,
-        dispatch=hints.dispatch,
+        storage=storage, zero=zero, zero_dims=zero_dims, experts=hints.ep, inside_experts=hints.etp,
+        attention=hints.attention, dispatch=hints.dispatch,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ CONFLICT_SECONDS = 30.0
 
 #: Hints by how soon they are dropped, those that are not here first of all. What stays says most: a memory limit before
 #: degrees, degrees before how a single parameter is split.
-_LAST = ("recompute", "micro_batch_size", "zero", "ep", "dp", "cp", "tp", "pp", "memory_limit")
+_LAST = ("recompute", "micro_batch_size", "zero", "etp", "ep", "dp", "cp", "tp", "pp", "memory_limit")
 
 #: Hints that mean nothing without another one.
 _NEEDS = {"schedule": "pp", "stages": "pp", "reshard_after_forward": "zero", "zero_group_size": "zero",

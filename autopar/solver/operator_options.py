@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from autopar.capture.graph import Captured
 from autopar.sharding.axes import (
@@ -18,7 +18,7 @@ from autopar.sharding.axes import (
     spread_axes,
 )
 from autopar.sharding.layout import Mesh
-from autopar.sharding.operators import Operator, Operators, Value, own_factors, splits_batch
+from autopar.sharding.operators import Operator, Operators, Value, inside_experts, own_factors, splits_batch
 from autopar.sharding.rule import REPLICATE, Choice, Strategy
 from autopar.sharding.rule import strategies as rule_strategies
 from autopar.sharding.rules.attention import ATTENTION, WAYS
@@ -86,16 +86,24 @@ class OperatorOptions:
             every = without(TOKEN_AXES)
         if not op.is_heavy:
             return every
-        by_spread: dict[int, list[Strategy]] = defaultdict(list)
+        by_spread: dict[tuple[int, int | None], list[Strategy]] = defaultdict(list)
         for s in every:
-            by_spread[self._spread(op, s)].append(s)
+            inside = None if self.pins.inside_experts is None else self._inside(op, s)
+            by_spread[self._spread(op, s), inside].append(s)
         return [s for some in by_spread.values() for s in self._prefer_split(op, some)]
 
     def _spread(self, op: Operator, strategy: Strategy) -> int:
         """Over how many ranks a strategy spreads experts; each number is worth having, so what else is split is not
         compared between them."""
-        pairs = zip(self.mesh.sizes, strategy, strict=True)
-        return math.prod(n for n, choice in pairs if choice.factor in op.rule.inward)
+        return self._pieces(op.rule.inward, strategy)
+
+    def _inside(self, op: Operator, strategy: Strategy) -> int:
+        """Over how many ranks a strategy splits the matrices of each expert."""
+        return self._pieces(inside_experts(op), strategy)
+
+    def _pieces(self, factors: Collection[str], strategy: Strategy) -> int:
+        """Over how many ranks a strategy splits any of ``factors``."""
+        return math.prod(n for n, choice in zip(self.mesh.sizes, strategy, strict=True) if choice.factor in factors)
 
     def _leaves_micro_batches(self, op: Operator, strategy: Strategy) -> bool:
         """Whether what a strategy leaves of the batch still divides into micro-batches, where the whole batch does."""
@@ -137,7 +145,7 @@ class OperatorOptions:
 
     def may_run(self, op: Operator, strategy: Strategy) -> bool:
         """Whether pins let an operator take a strategy."""
-        spread = self.pins.experts if op.is_heavy and op.rule.inward else None
+        experts = op.is_heavy and bool(op.rule.inward)
         if self.pins.attention and op.call.target in ATTENTION:
             of_context = [c for axis, c in zip(self.mesh.names, strategy, strict=True) if axis in CONTEXT_AXES]
             if any(c.factor not in WAYS[self.pins.attention] for c in of_context):
@@ -146,7 +154,11 @@ class OperatorOptions:
             return False
         if not is_kept(op, strategy, self.mesh):
             return False
-        return spread in (None, self._spread(op, strategy)) and self.pins.operator(op.node, strategy)
+        if experts and self.pins.experts not in (None, self._spread(op, strategy)):
+            return False
+        if experts and self.pins.inside_experts not in (None, self._inside(op, strategy)):
+            return False
+        return self.pins.operator(op.node, strategy)
 
     def _may_meet(self, op: Operator, strategy: Strategy) -> bool:
         """Whether tokens and rows may meet so: to exchange rows, where the tokens are; to gather tokens, where the

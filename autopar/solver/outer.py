@@ -108,7 +108,10 @@ class Frame:
         shard = {pattern: {a: d for a, d in dims.items() if a not in STATE_AXES}
                  for pattern, dims in (self.hints.shard or {}).items()}  # fmt: skip
         pins = hint_pins(self.setting.captured, Hints(shard={pattern: dims for pattern, dims in shard.items() if dims}))
-        return replace(pins, attention=self.hints.attention, experts=self.hints.ep, dispatch=self.hints.dispatch)
+        return replace(
+            pins, attention=self.hints.attention, experts=self.hints.ep, inside_experts=self.hints.etp,
+            dispatch=self.hints.dispatch,
+        )  # fmt: skip
 
     @property
     def of_replicas(self) -> tuple[object, ...]:

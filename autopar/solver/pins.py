@@ -20,9 +20,9 @@ class Pins:
     which dim an axis then splits, by name. Pins only close options: the space is the same with and without. ``strict``
     pins (hints) may leave no option; others (a plan carried to other shapes) then fall back to all. ``inputs`` are the
     layouts of the batch's tensors that do not come whole to every rank. With ``micro_batches`` only what is left of the
-    batch in each of them can be split. ``experts`` says over how many ranks they are spread, None that it is open,
-    ``attention`` which of `rules.attention.WAYS` it takes on the axis of the sequence, and ``dispatch`` which of
-    `rules.experts.DISPATCHERS` experts take.
+    batch in each of them can be split. ``experts`` says over how many ranks they are spread, and ``inside_experts``
+    over how many the matrices of each are split, None that it is open, ``attention`` which of `rules.attention.WAYS` it
+    takes on the axis of the sequence, and ``dispatch`` which of `rules.experts.DISPATCHERS` experts take.
     """
 
     storage: Callable[[str, Layout], bool] = lambda name, layout: True
@@ -33,5 +33,6 @@ class Pins:
     inputs: Mapping[fx.Node, Layout] = field(default_factory=dict)
     micro_batches: int = 1
     experts: int | None = None
+    inside_experts: int | None = None
     attention: str | None = None
     dispatch: str | None = None

@@ -22,7 +22,7 @@ from autopar.report.units import bytes_text, seconds_text
 from autopar.schedule import ALL_SCHEDULES, FORWARDS_FIRST, check_schedule, check_stages
 from autopar.sharding.assignment import Assignment, ranks_of_experts, used_axes
 from autopar.sharding.axes import data_degree, expert_ranks, zero_group_size
-from autopar.sharding.operators import Operators
+from autopar.sharding.operators import Operators, inside_experts
 from autopar.sharding.recompute import forward_blocks
 from autopar.sharding.zero import Zero
 from autopar.solver.candidates import Candidate, Limits, able_chunks, all_degrees
@@ -147,6 +147,7 @@ def make_frame(
     if setting.forwards_first and hints.schedule is not None and hints.schedule not in FORWARDS_FIRST:
         raise _backwards_wait(hints.schedule)
     experts, blocks = experts_of(captured, operators, hints.ep), len(forward_blocks(operators))
+    check_inside_experts(operators, hints.etp or 1)
     length = 1 if captured.caches else workload.seq_len or 1  # a step of a generation has one token to split
     limits = Limits(batch, length, len(row), parts, stages, experts, blocks or None, setting.forwards_first)
     budget = min(float(cluster.device.memory_bytes), hints.memory_bytes or float("inf"))
@@ -176,6 +177,21 @@ def experts_of(captured: Captured, operators: Operators, ep: int | None = None) 
             change="choose a divisor, or leave ep out",
         )
     return found
+
+
+def check_inside_experts(operators: Operators, etp: int) -> None:
+    """HintError where a model has no experts, or matrices in them, that can be split over ``etp`` ranks each."""
+    if etp == 1:
+        return
+    sizes = [{op.rule.sizes[f] for f in inside_experts(op)} for op in operators if op.is_heavy and op.rule.inward]
+    if not sizes or any(all(size % etp for size in of_one) for of_one in sizes):
+        raise HintError(
+            f"The hint etp={etp} cannot be kept: every rank must have an equal part of every expert.",
+            expected="etp that divides a dim of every matrix of the experts" if sizes else "etp=1, or no hint",
+            found=f"matrices with dims of {', '.join(map(str, sorted(set().union(*sizes))))}" if sizes
+            else "a model with no experts that can be split",
+            change="choose another etp, or leave it out",
+        )  # fmt: skip
 
 
 class _Search:
