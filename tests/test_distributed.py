@@ -17,7 +17,7 @@ LAYOUTS = ["free", "tp=2, zero=3", "dp forced", "dp forced, zero=3"]
 FEATURES = ["optimizers", "module", "loss_outside", "logits_outside", "meta", "shapes", "frozen", "accumulated"]
 #: Two processes by default: two cores hardly run four.
 RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
-ENDS = ["criterion", "several_results", "buffers", "evaluation", "all_frozen", "deferred"]
+ENDS = ["criterion", "several_results", "buffers", "attributes", "evaluation", "all_frozen", "deferred"]
 
 pytestmark = pytest.mark.dist
 

@@ -299,7 +299,8 @@ def _prepared(
         )
     if is_hf:
         hf.prepare(core(clone))
-    clone.train(training)
+    if clone.training != training:  # else submodules may be in another mode than the model: a frozen batch norm
+        clone.train(training)
     _attributes_to_buffers(clone)
     return clone
 

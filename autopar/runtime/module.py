@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from autopar.hints import parse_bytes
 from autopar.passes.partition import Program
 from autopar.plan import Plan
 from autopar.runtime.accumulate import Accumulator
+from autopar.runtime.attributes import carry
 from autopar.runtime.autocast import as_captured
 from autopar.runtime.autograd import ProgramFunction, Surroundings, local_pieces
 from autopar.runtime.batches import NOT_A_NUMBER
@@ -77,7 +79,7 @@ class ParallelModule(nn.Module):
         compile: bool = False,
     ) -> None:
         super().__init__()
-        self.__dict__["_original"] = None
+        self.__dict__.update(_original=None, _shown=None)
         mesh = plan.mesh
         pipeline = make_pipeline(plan)
         device_mesh = make_device_mesh(mesh) if pipeline is None else pipeline.stage_mesh
@@ -93,7 +95,8 @@ class ParallelModule(nn.Module):
             self.register_parameter(name, p)
         for name, b in own.named_buffers(recurse=False):
             self.register_buffer(name, b, persistent=name not in own._non_persistent_buffers_set)
-        self.__dict__.update(_original=tree, _storage=storage, plan=plan, mesh=mesh, device_mesh=device_mesh)
+        self.__dict__.update(_original=tree, _shown=own, _storage=storage)
+        self.__dict__.update(plan=plan, mesh=mesh, device_mesh=device_mesh)
         programs = Programs(tree, plan, makers, device_mesh, inputs, compile)
         self.__dict__.update(_pipeline=pipeline, _programs=programs, _last_loss=None, _keeps_all=False)
         device = torch.device(device_mesh.device_type)
@@ -107,16 +110,45 @@ class ParallelModule(nn.Module):
         self.__dict__["seed"] = torch.tensor([agree(torch.initial_seed() % 2**62), 0], device=device)
         if router_biases(tree):
             count_tokens(tree, device)
-        self.train(model.training)
+        self.training = model.training  # submodules have their own modes
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            original = self.__dict__.get("_original")
-            if original is None:
+            shown = self.__dict__.get("_shown")
+            if shown is None:
                 raise
-            return getattr(original, name)
+            return getattr(shown, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An attribute that the model has is set there, where its forward sees it. InputError for a parameter or a
+        module in the place of another: the plan knows nothing of it."""
+        shown = self.__dict__.get("_shown")
+        if shown is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(shown, name):
+            super().__setattr__(name, value)
+            return
+        if name in self._modules or name in self._parameters:
+            raise InputError(
+                f"{name} of a parallel module cannot be replaced",
+                expected="the modules and parameters that it was planned with; their values may change in place",
+                found=f"an assignment of {type(value).__name__}",
+                change="replace it in the model before parallelize",
+            )
+        if name in self._buffers:
+            super().__setattr__(name, value)
+        for module in (shown, self._original):
+            setattr(module, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A module of its own, without gradients, as the copy of a model is. Left to themselves DTensors copy theirs,
+        and fail at those that lie inside of a larger tensor, as gradients do that were reduced together."""
+        gradients = [p.grad for p in self.parameters()]
+        memo.update({id(gradient): None for gradient in gradients if gradient is not None})
+        twin: ParallelModule = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
 
     @property
     def data_rank(self) -> int:
@@ -178,6 +210,7 @@ class ParallelModule(nn.Module):
         device = self.device_mesh.device_type
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (args, kwargs))
         args, kwargs, _ = self._padded(args, kwargs)
+        self._see_attributes()
         program: StepProgram = self._programs.step(args, kwargs)
         with torch.no_grad():
             given, each = step_inputs(program, self._given(program, args, kwargs))
@@ -282,9 +315,9 @@ class ParallelModule(nn.Module):
     def train(self, mode: bool = True) -> ParallelModule:
         """Switch between training and evaluation, as ``nn.Module.train``."""
         super().train(mode)
-        original = self.__dict__.get("_original")
-        if original is not None:
-            original.train(mode)
+        for model in (self.__dict__.get("_shown"), self.__dict__.get("_original")):
+            if model is not None:
+                model.train(mode)
         return self
 
     @guarded("forward")
@@ -296,6 +329,7 @@ class ParallelModule(nn.Module):
         args, kwargs, length = self._padded(args, kwargs)
         if self._pipeline is not None and self.training and torch.is_grad_enabled():
             raise no_forward()
+        self._see_attributes()
         special = self.specialization(args, kwargs)
         given = self._given(special, args, kwargs)
         parameters = [self._original.get_parameter(p.name) for p in special.captured.parameters]
@@ -390,6 +424,11 @@ class ParallelModule(nn.Module):
         """The program for a batch's shapes: made once, the same on every rank, then kept."""
         found: Specialization = self._programs.forward(args, kwargs)
         return found
+
+    def _see_attributes(self) -> None:
+        """Programs are made of the whole model; a pipeline shows a copy of it, which has what the user changed."""
+        if self._shown is not self._original:
+            carry(self._shown, self._original)
 
     def _see_loss(self, loss: Tensor) -> None:
         """Warn, once and on every rank, of a loss that is not a number; on a GPU one call later, not to wait for it."""

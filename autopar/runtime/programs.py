@@ -18,6 +18,7 @@ from autopar.errors import RuntimeFailure
 from autopar.passes.bind import bind
 from autopar.passes.partition import Program
 from autopar.plan import Plan
+from autopar.runtime.attributes import States
 from autopar.runtime.autocast import autocast_state
 from autopar.runtime.batches import check_alike, check_parts, compares_contents, contents, describe, warn_of
 from autopar.runtime.cache import Cache, CacheEntry
@@ -57,12 +58,14 @@ class Programs:
     agreed: tuple[Any, ...] | None = None
     #: Names of process groups, by axis.
     groups: dict[str, str] = field(init=False)
+    states: States = field(init=False)
     #: Those of ``model``: to walk through its modules in every call takes a millisecond.
     parameters: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
         self.groups = group_names(self.device_mesh, self.plan.mesh)
         self.parameters = list(self.model.parameters())
+        self.states = States(self.model)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Specialization:
         """The program of a forward and its backward."""
@@ -103,7 +106,7 @@ class Programs:
         shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         frozen = tuple(p.requires_grad for p in self.parameters)
         casts = autocast_state(self.device_mesh.device_type)
-        key = (what, str(spec), repr(shapes), self.model.training, frozen, self.counts, casts)
+        key = (what, str(spec), repr(shapes), self.states.now(), frozen, self.counts, casts)
         entry = CacheEntry(tuple(tuple(t.shape) for t in batch_tensors(args, kwargs)), self.model.training)
         kept = "kept" if key in self.cache else "not made yet"
         modes = f"{what}, training={self.model.training}, gradients={torch.is_grad_enabled()}, {casts}, program {kept}"

@@ -19,7 +19,7 @@ from training import assert_close, join, parameters, say, whole
 
 import autopar
 from autopar import Hints
-from autopar.errors import RuntimeFailure
+from autopar.errors import InputError, RuntimeFailure
 from autopar.runtime.outputs import Deferred
 
 RANKS = int(os.environ["WORLD_SIZE"])
@@ -130,6 +130,65 @@ def buffers() -> None:
         assert_close({"mean": model.norm.running_mean}, {"mean": reference.norm.running_mean}, "unchanged")
 
 
+class Annealed(nn.Module):
+    """A trunk that may be frozen in evaluation mode, and numbers that a loop changes as it goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(16, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.0))
+        self.head, self.temperature, self.weights = nn.Linear(16, 4), 1.0, [1.0, 0.5]
+        self.register_buffer("scale", torch.ones(4))
+
+    def anneal(self, temperature: float) -> None:
+        self.temperature = temperature
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.head(self.trunk(x)) * self.scale / self.temperature
+        return {"loss": self.weights[0] * y.logsumexp(-1).mean() + self.weights[1] * y.square().mean()}
+
+
+def _keep_trunk(m: nn.Module) -> None:
+    m.trunk.eval()
+
+
+def _assign(m: nn.Module) -> None:
+    m.temperature, m.scale = 2.0, torch.arange(1.0, 5.0)
+
+
+def _drop(m: nn.Module) -> None:
+    m.trunk[3].p = 1.0
+
+
+def attributes() -> None:
+    """What a loop changes between steps counts from the next one on: modes of submodules, numbers, lists, rates and
+    buffers of the model, by assignment or by a method."""
+    changes = (
+        _keep_trunk, nn.Module.train, _assign, lambda m: m.anneal(0.5), lambda m: m.weights.__setitem__(1, 0.1), _drop
+    )
+    torch.manual_seed(1)
+    start = Annealed()
+    start.trunk.eval()
+    x = batch(0)[0]
+    for model, reference in pairs(start, {"x": x}):
+        for change in (lambda m: None, *changes):
+            for m in (model, reference):
+                change(m)
+                m.zero_grad()
+            losses = [m(x)["loss"] for m in (model, reference)]
+            for loss in losses:
+                loss.backward()
+            assert_close({"loss": losses[0].detach()}, {"loss": losses[1].detach()}, "loss")
+            assert_same_gradients(model, reference)
+            mean = {"mean": reference.trunk[1].running_mean}
+            assert_close({"mean": model.trunk[1].running_mean}, mean, "running mean")
+        try:
+            model.head = nn.Linear(16, 4)
+        except InputError as error:
+            assert "head of a parallel module cannot be replaced" in str(error)
+        else:
+            raise AssertionError("a module was replaced in silence")
+
+
 def evaluation() -> None:
     """``model.eval()`` under ``no_grad``: loss, accuracy and numpy as usual; nothing is kept for a backward. Evaluation
     with gradients works too."""
@@ -189,7 +248,7 @@ def deferred() -> None:
             raise AssertionError("logits of parameters that are gone")
 
 
-ENDS = (criterion, several_results, buffers, evaluation, all_frozen, deferred)
+ENDS = (criterion, several_results, buffers, attributes, evaluation, all_frozen, deferred)
 
 
 def main() -> None:

@@ -237,9 +237,14 @@ def accumulated() -> None:
 
 def copies() -> None:
     """A deep copy, made while gradients are held and programs kept, is a module of its own: it trains apart, runs the
-    programs that there are, and has none of what is held."""
+    programs that there are, and has none of what is held, and no gradients, as the copy of any model."""
     model, reference = pair()
     batch = tokens(4, 8)
+    step_of(model, reference, batch)
+    for m in (model, reference):
+        assert all(p.grad is not None for p in m.parameters())
+        assert all(p.grad is None for p in copy.deepcopy(m).parameters())
+        m.zero_grad()
     assert model(**batch).logits.shape == (4, 8, 64)  # asked for, so that the next program keeps it
     with model.accumulate():
         step_of(model, reference, batch)
