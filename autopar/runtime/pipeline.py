@@ -260,8 +260,7 @@ class Pipeline:
             channel.run.begin()
         found = self._forward(loaded.channels)
         loaded.release()
-        places = {name: i for i, name in enumerate(loaded.results)}
-        results = self._everywhere(special, loaded.stages, places, found)
+        results = self._everywhere(special, loaded.stages, {n: i for i, n in enumerate(loaded.results)}, found)
         return tuple([results[name] for name in loaded.results])
 
     def _forward(self, channels: Mapping[int, Channel]) -> dict[str, Tensor]:
