@@ -38,10 +38,11 @@ def verify_training(
     workload, args, kwargs = one_batch(model, workload, example_inputs, where.size)
     whole = materialize(model) if is_meta(model) else model
     args, kwargs = real_batch(whole, args, kwargs)
-    planned = isinstance(found, Plan)
-    precision = (Workload.from_dict(found.workload) if planned else workload).precision
-    activations = found.hints.get("activations") if planned else hints.activations
-    captured = capture_batch(whole, args, kwargs, precision=precision, activations=activations)
+    if isinstance(found, Plan):
+        workload, activations = Workload.from_dict(found.workload), found.hints.get("activations")
+    else:
+        activations = hints.activations
+    captured = capture_batch(whole, args, kwargs, precision=workload.precision, activations=activations)
     plan = found if isinstance(found, Plan) else search(model, captured, where, workload, hints)
     make = specialize if plan.num_micro_batches == 1 and plan.schedule is None else specialize_step
     special = make(whole, plan, args, kwargs, captured=captured)

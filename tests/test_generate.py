@@ -112,6 +112,12 @@ def test_what_if_of_a_generation() -> None:
     assert plan.prefill is not None and plan.prefill.memory == plan.needed_memory > plan.peak_memory
     report = plan.report()
     assert "total of prompts" in report and "while they are read" in report
+    assert "parameters rest whole on every dp rank" in report and "2 samples a rank" in report
+    page = plan.report("html")
+    assert "to generate: a token of each of 2 samples a step, with 32 of context" in page and "total of prompts" in page
+    first = {line.strip().partition("  ")[0] for line in report.splitlines()}
+    assert {"Storage", "parameters", "cache"} <= first and "optimizer none" not in report
+    assert not first & {"Micro-batches", "Recompute", "gradients", "activations"}
 
 
 def test_inference_keeps_no_optimizer() -> None:

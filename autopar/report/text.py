@@ -27,6 +27,14 @@ _ZERO = {
     3: "ZeRO 3: parameters, gradients and optimizer state rest split over {}",
 }
 
+#: The same without a training state.
+_ZERO_OF_INFERENCE = {
+    0: "parameters rest whole on every dp rank",
+    1: "ZeRO 1: parameters rest split over {}, whole copies live from step to step",
+    2: "ZeRO 2: parameters rest split over {}, whole copies live from step to step",
+    3: "ZeRO 3: parameters rest split over {}, and are gathered where they are used",
+}
+
 #: What is no tensor's: the device's context, and gaps between what comes and goes.
 _NO_TENSORS = ("workspace", "slack")
 
@@ -51,7 +59,8 @@ def _summary(plan: Plan) -> Table:
     def rows() -> Iterator[tuple[str, str]]:
         """What it is, and how it is here."""
         yield "Plan", f"{plan.model} on {Cluster.from_dict(plan.cluster)} ({plan.world_size} ranks)"
-        if any(given := [f"{key} {value}" for key, value in plan.workload.items() if value is not None]):
+        said = {key: value for key, value in plan.workload.items() if not (infers(plan) and key == "optimizer")}
+        if given := [f"{key} {value}" for key, value in said.items() if value is not None]:
             yield "Workload", ", ".join(given)
         if plan.hints:
             yield "Hints", ", ".join(f"{name}={json.dumps(value)}" for name, value in plan.hints.items())
@@ -61,8 +70,9 @@ def _summary(plan: Plan) -> Table:
             yield "Pipeline", f"{len(plan.stages)} stages, {chunks} a rank of pp, by the schedule {plan.schedule}"
         yield "Storage", storage_text(plan)
         first = ", all forwards before the first backward" if plan.forwards_first else ""
-        yield "Micro-batches", f"{plan.num_micro_batches} of {plan.micro_batch_size} sequences{first}"
-        yield "Recompute", plan.recompute
+        if not infers(plan):
+            yield "Micro-batches", f"{plan.num_micro_batches} of {plan.micro_batch_size} sequences{first}"
+            yield "Recompute", plan.recompute
         yield "Step time", f"{seconds_text(plan.step_time)}: {_parts(plan.breakdown)}"
         if plan.prefill is not None:
             yield "Generation", _generation(plan, plan.prefill)
@@ -82,13 +92,19 @@ def _generation(plan: Plan, first: Prefill) -> str:
     return f"{rate}; prompts as long, all at once, take {takes}"
 
 
+def infers(plan: Plan) -> bool:
+    """Whether a plan is for inference: no gradients, no optimizer, no micro-batches."""
+    return plan.workload.get("mode") == "infer"
+
+
 def storage_text(plan: Plan) -> str:
     """What ZeRO splits, over what, and how long copies live."""
     size, dp, cp = plan.zero_group_size, plan.degrees["dp"], plan.degrees["cp"]
     over = "dp" if size is None else f"groups of {size} ranks of dp"
     kept = "" if plan.reshard_after_forward else "; what is gathered lives from forward to backward"
     replicas = "" if size is None or plan.zero == 0 else f"; {dp // size} groups have replicas"
-    return _ZERO[plan.zero].format(over if cp == 1 else f"{over} and cp") + kept + replicas
+    words = _ZERO_OF_INFERENCE if infers(plan) else _ZERO
+    return words[plan.zero].format(over if cp == 1 else f"{over} and cp") + kept + replicas
 
 
 def _stages(plan: Plan) -> Table:
@@ -129,7 +145,8 @@ def _layers(plan: Plan) -> Table:
 def _memory(plan: Plan) -> Table:
     limit, origin = memory_limit(plan)
     peak = plan.peak_memory
-    kinds = dict.fromkeys((*plan.memory, *plan.peak))
+    every = dict.fromkeys((*plan.memory, *plan.peak))
+    kinds = [kind for kind in every if not infers(plan) or plan.memory.get(kind) or plan.peak.get(kind)]
     rows = [(kind, *(bytes_text(part.get(kind, 0)) for part in (plan.memory, plan.peak)), "") for kind in kinds]
     rows.append(("total", "", bytes_text(peak), f"{share_text(peak / limit)} of the {bytes_text(limit)} {origin}"))
     if plan.prefill is not None:

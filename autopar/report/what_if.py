@@ -73,9 +73,11 @@ def decision_text(plan: Plan) -> str:
     """What was decided in a few words: "dp 64, ZeRO 2, 16 micro-batches of 1"."""
     degrees = [f"{axis} {n}" for axis, n in plan.degrees.items() if n > 1] or ["one rank"]
     groups = f" in groups of {plan.zero_group_size}" if plan.zero_group_size else ""
+    first = [" x ".join(degrees), f"ZeRO {plan.zero}{groups}"]
+    if plan.workload.get("mode") == "infer":
+        return ", ".join([*first, f"{plan.micro_batch_size} sample{'s' if plan.micro_batch_size > 1 else ''} a rank"])
     parts = [
-        " x ".join(degrees),
-        f"ZeRO {plan.zero}{groups}",
+        *first,
         f"{plan.num_micro_batches} micro-batch{'es' if plan.num_micro_batches > 1 else ''} of {plan.micro_batch_size}",
         *([f"schedule {plan.schedule}"] if plan.schedule else []),
         "nothing recomputed" if plan.recompute == "none" else f"recompute {plan.recompute}",

@@ -108,7 +108,7 @@ class _SimulatedForwards(Forwards[_SimulatedCache]):
         self.simulations: dict[str, ForwardSimulation] = {}
         self.traffic, self.logits = Traffic(), list[Tensor]()
         #: FLOPs of all forwards, of the whole model.
-        self.flops = 0
+        self.flops = 0.0
 
     def make_cache(self, config: Any, kwargs: dict[str, Any], length: int) -> _SimulatedCache:
         """An empty cache for ``length`` tokens."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from autopar.cluster import Cluster
 from autopar.report.binding import memory_limit
 from autopar.report.html.markup import Markup, cell, grid, number, section, swatch, tag
+from autopar.report.text import infers
 from autopar.report.units import bytes_text, share_text
 from autopar.schedule import stage_ranks
 
@@ -113,19 +114,28 @@ def _rows(plan: Plan, limit: int) -> Iterator[Markup]:
             cell(bytes_text(plan.memory[kind]) if kind in plan.memory else "", "n"),
             cell(_WORDS.get(kind, ""), "quiet"),
         )
-    yield tag(
+    yield _sum("total", plan.peak_memory, limit, "")
+    if plan.prefill is not None:
+        yield _sum("total of prompts", plan.prefill.memory, limit, "while they are read, before the first step")
+
+
+def _sum(name: str, count: int, limit: int, words: str) -> Markup:
+    """The row of all kinds together."""
+    return tag(
         "tr",
-        tag("th", "total", scope="row"),
-        cell(bytes_text(plan.peak_memory), "n"),
-        cell(share_text(plan.peak_memory / limit), "n"),
+        tag("th", name, scope="row"),
+        cell(bytes_text(count), "n"),
+        cell(share_text(count / limit), "n"),
         cell("", "n"),
-        cell("", "quiet"),
+        cell(words, "quiet"),
         class_="sum",
     )
 
 
 def _kinds(plan: Plan) -> list[str]:
-    return _ordered(dict.fromkeys((*plan.memory, *plan.peak)))
+    """What there is; a plan to infer has nothing that only training keeps."""
+    every = dict.fromkeys((*plan.memory, *plan.peak))
+    return _ordered(k for k in every if not infers(plan) or plan.memory.get(k) or plan.peak.get(k))
 
 
 def _ordered(kinds: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ from autopar.cluster import Cluster
 from autopar.report.binding import memory_limit
 from autopar.report.html.figures import count_text, mfu, work_of
 from autopar.report.html.markup import Markup, tag
-from autopar.report.text import storage_text
+from autopar.report.text import infers, storage_text
 from autopar.report.units import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ def _workload(plan: Plan) -> str:
     """The batch and how it is computed."""
     asked = plan.workload
     batch, length = asked.get("global_batch"), asked.get("seq_len")
+    if plan.prefill is not None:
+        computed = f", {asked['param_dtype']} computation" if asked.get("param_dtype") else ""
+        return f"to generate: a token of each of {batch} samples a step, with {length} of context{computed}"
     parts = [f"{batch} sequences of {length} tokens a step" if length else f"{batch} samples a step"] if batch else []
     parts += [f"{asked['param_dtype']} computation"] if asked.get("param_dtype") else []
     parts += [f"optimizer {asked['optimizer']}"] if asked.get("optimizer") else []
@@ -55,7 +58,8 @@ def tiles(plan: Plan) -> Markup:
     limit, origin = memory_limit(plan)
     work, unit = work_of(plan)
     count = plan.num_micro_batches
-    shown = [("Step time", seconds_text(plan.step_time), f"{count} micro-batch{'es' if count > 1 else ''}")]
+    parts = "without a backward" if infers(plan) else f"{count} micro-batch{'es' if count > 1 else ''}"
+    shown = [("Step time", seconds_text(plan.step_time), parts)]
     if work:
         rate = work / plan.step_time
         shown.append(
@@ -101,7 +105,10 @@ def _chosen(plan: Plan) -> Iterator[str]:
     if plan.schedule is not None:
         chunks = len(plan.stages) // plan.degrees["pp"]
         yield f"{len(plan.stages)} stages, {chunks} a rank, run by the schedule {plan.schedule}."
-    yield f"{storage_text(plan)}."
+    stored = storage_text(plan)
+    yield f"{stored[0].upper()}{stored[1:]}."
+    if infers(plan):
+        return
     count, size = plan.num_micro_batches, plan.micro_batch_size
     parts = f"{count} micro-batch{'es' if count > 1 else ''} of {size} sequence{'s' if size > 1 else ''}"
     yield f"A step runs {parts}" + (
