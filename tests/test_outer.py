@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -239,6 +240,25 @@ def test_estimates_are_near(c: Candidate) -> None:
     micro-batch does with parameters alone (casts of their gradients) is not divided by dp."""
     solved, estimate, _ = solved_and_estimated(larger_frame(), c)
     assert estimate.seconds == pytest.approx(solved.step_time, rel=0.03)
+
+
+def test_the_fastest_way_to_recompute_that_fits() -> None:
+    """For every budget none of all ways that fit is faster: a few blocks made again whole, rather than the cheap
+    operators of all where these fit as well."""
+    c = Candidate(Degrees(1, 8, 1, 1), 1, None, 1, None, 1)
+    with progress() as line:
+        estimates = Estimates(larger_frame(), line)
+        estimator, modes = estimates.estimator, estimates.frame.modes
+        every = [estimator.estimate(c, (mode,), math.inf) for mode in (*modes, *(f"full:{n}" for n in range(1, 16)))]
+        none, selective, full = every[:3]
+        chosen = []
+        for share in (0.05, 0.2, 0.4, 0.6, 0.8, 0.95):
+            budget = full.memory + share * (none.memory - full.memory)
+            chosen.append(estimator.estimate(c, modes, budget))
+            fits = [e.seconds for e in every if e.memory <= budget]
+            assert chosen[-1].memory <= budget and chosen[-1].seconds == pytest.approx(min(fits), rel=1e-6)
+    assert any(e.recompute.startswith("full:") and e.memory > selective.memory for e in chosen)
+    assert estimator.estimate(c, modes, none.memory) == none
 
 
 @pytest.mark.slow

@@ -109,6 +109,38 @@ def test_bytes_kept_of_a_layer(mode: str, elements: int) -> None:
     assert saved_bytes(3, mode) - saved_bytes(2, mode) == BATCH * SEQ * elements * 4
 
 
+@pytest.mark.parametrize(("length", "attention"), [(64, 0), (256, HIDDEN + 8)])
+def test_attention_over_long_sequences_is_kept(length: int, attention: int) -> None:
+    """Of 256 tokens a byte of its result takes 4 x 256 / 2 FLOPs for 4 bytes and a little, where the widest product,
+    that of the perceptron, takes 2 x 64 for 4: then it is kept with its log-sum-exp of 8 heads, as products are, and
+    not made again. Of 64 tokens it takes as many as that, but for the log-sum-exp, and is not."""
+
+    def kept_of(layers: int) -> Plan:
+        ids = torch.arange(length).view(1, length) % 61
+        batch = {"input_ids": ids, "labels": ids}
+        model = seeded(lambda: llama(hidden=HIDDEN, ffn=FFN, layers=layers))()
+        model.config.max_position_embeddings = length
+        graph, workload = capture_batch(model, (), batch), Workload(global_batch=1, seq_len=length)
+        return search(model, graph, Cluster.parse("cpu:1"), workload, Hints(recompute="selective"))
+
+    found = kept_of(3).memory["activations"] - kept_of(2).memory["activations"]
+    products = HIDDEN + (HIDDEN + 2 * KV) + HIDDEN + 2 * FFN
+    assert found == length * (products + attention) * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hints", [
+    Hints(cp=2, dp=1, tp=1, attention="ring", recompute="selective"),
+    Hints(dp=1, cp=1, tp=2, recompute="selective"),
+], ids=["ring", "tp"])  # fmt: skip
+def test_same_numbers_where_attention_is_kept(hints: Hints) -> None:
+    ids = torch.arange(2 * 256).view(2, 256) % 61
+    model = seeded(lambda: llama(hidden=HIDDEN, ffn=FFN, layers=2))().double()
+    with exact_float64():
+        report = autopar.verify(model, "cpu:2", hints=hints, example_inputs={"input_ids": ids, "labels": ids})
+    assert report.ok and report.bound == 1e-10, report
+
+
 def test_fewer_bytes_are_kept() -> None:
     """The first block in full is as much less as full is for one of three blocks; selective lies in between."""
     none, selective, full, first, two = (saved_bytes(3, mode) for mode in (*MODES, "full:2"))

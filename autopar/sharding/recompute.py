@@ -1,18 +1,20 @@
 """Which forward values are made again in the backward instead of kept, and what that leaves to be kept.
 
 Modes: ``none``; ``selective``: whatever costs no matrix product (norms, activations, rotary embeddings, dropout, casts)
-and attention are made again, matrix products and what collectives gave are kept; ``full``: inside the repeated blocks
-only what enters is kept, collectives are issued again; ``full:4``: the same in the first four blocks, and nothing in
-the others. Views cost nothing and are made again in every mode: to keep base and view would keep the same bytes twice.
-What leaves a block is kept in every mode, or the first backward would make the whole forward again.
+and attention are made again, matrix products and what collectives gave are kept, and so is attention over so long a
+sequence that no byte of a product's result in its block takes as many FLOPs as one of its; ``full``: inside the
+repeated blocks only what enters is kept, collectives are issued again; ``full:4``: the same in the first four blocks,
+and nothing in the others. Views cost nothing and are made again in every mode: to keep base and view would keep the
+same bytes twice. What leaves a block is kept in every mode, or the first backward would make the whole forward again.
 
 Weights are never kept gathered: a redistribution of a parameter, or of an input, is issued again where it is needed.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -21,9 +23,10 @@ from autopar.sharding.assignment import Assignment, Transfer, direction, forward
 from autopar.sharding.layout import Layout
 from autopar.sharding.operators import Operator, Operators, Value, of_graph
 from autopar.sharding.redistribute import redistribution
+from autopar.sharding.rules.attention import seen_share
 
-#: Operators that do floating point work and are made again under ``selective`` all the same: their results are kept in
-#: far more bytes than their seconds are worth (Korthikanti et al., arXiv:2205.05198).
+#: Operators that do floating point work and are made again under ``selective`` all the same, where their seconds are
+#: worth less than the bytes in which their results are kept (Korthikanti et al., arXiv:2205.05198).
 _CHEAP_PRODUCTS = frozenset({"autopar::attention"})
 
 
@@ -74,8 +77,28 @@ def _leaving(operators: Operators) -> set[fx.Node]:
     return found
 
 
-def _is_cheap(op: Operator) -> bool:
-    return not op.is_heavy or getattr(op.call.target, "name", lambda: "")() in _CHEAP_PRODUCTS
+def _is_attention(op: Operator) -> bool:
+    return getattr(op.call.target, "name", lambda: "")() in _CHEAP_PRODUCTS
+
+
+def _dearness(op: Operator) -> float:
+    """FLOPs a byte of what an operator makes: what a byte saves in which it is kept."""
+    flops = op.flops * seen_share(op.call) if _is_attention(op) else op.flops
+    return flops / max(sum(spec.bytes for spec in op.call.results), 1)
+
+
+def _cheap(forward: Sequence[Operator]) -> set[fx.Node]:
+    """What ``selective`` makes again: all that is not heavy, and attention but where a byte of its result takes more
+    FLOPs than one of any product of its block. In 16 bits both take as many FLOPs a byte as numbers are summed up, of
+    which attention has the keys that a query sees on average, twice: it is kept where these are more than half of what
+    the widest of those products sums over."""
+    most: dict[str | None, float] = {}
+    for op in forward:
+        if op.is_heavy and not _is_attention(op):
+            most[op.block] = max(most.get(op.block, 0.0), _dearness(op))
+    kept = {op.node for op in forward if op.is_heavy and not _is_attention(op)}
+    kept |= {op.node for op in forward if _is_attention(op) and _dearness(op) > most.get(op.block, math.inf)}
+    return {op.node for op in forward} - kept
 
 
 @of_graph
@@ -83,13 +106,14 @@ def made_again(operators: Operators, mode: str) -> MadeAgain:
     """What ``mode`` (see the module) makes again. More blocks than there are means all of them."""
     blocks = frozenset(forward_blocks(operators)[: blocks_made_again(mode)])
     leaving = _leaving(operators)
+    forward = [op for op in operators if not op.backward]
+    cheap = _cheap(forward) if mode == "selective" else frozenset[fx.Node]()
 
     def again(op: Operator) -> bool:
         if op.is_view:
             return True
-        return op.node not in leaving and (op.block in blocks or (mode == "selective" and _is_cheap(op)))
+        return op.node not in leaving and (op.block in blocks or op.node in cheap)
 
-    forward = [op for op in operators if not op.backward]
     return MadeAgain(
         frozenset(op.node for op in forward if again(op)), frozenset(op.node for op in forward if op.block in blocks)
     )

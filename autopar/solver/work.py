@@ -11,7 +11,7 @@ from autopar.cost_model.compute import ALIGNMENT, Work
 from autopar.sharding.layout import Layout, Mesh, TensorSpec
 from autopar.sharding.operators import Operator, Operators, Value
 from autopar.sharding.rule import Dims, Passing, Strategy, layouts, work_share
-from autopar.sharding.rules.attention import ATTENTION
+from autopar.sharding.rules.attention import ATTENTION, seen_share
 from autopar.solver.fusion import Fusion
 
 aten = torch.ops.aten
@@ -178,17 +178,12 @@ def _attention(op: Operator, mesh: Mesh, strategy: Strategy, flops: float, moved
     q, keys = op.call.operands[given["q"].index], op.call.operands[given["k"].index].shape[2]
     rows, pieces = op.rule.operands[given["q"].index][2], _pieces(mesh, strategy)
     cut = math.prod(pieces.get(f, 1) for f in rows)
-    share = 1.0
-    if given["causal"]:
-        share = 1 - 1 / (2 * cut)
-    if given["window"]:
-        share = min(share, given["window"] / max(keys, 1))
     heads = q.shape[0] * q.shape[1] / math.prod(pieces.get(f, 1) for f in ("b", "g", "r")) / times
     backward = "grad_out" in given
     if (passing := op.rule.passing(strategy, mesh)) is not None:
         return _ring(passing, q, heads, flops, moved, backward, times)
     return Work(
-        flops * share, moved, q.dtype, "attention", heads, q.shape[2] / cut, keys, q.shape[3],
+        flops * seen_share(op.call, cut), moved, q.dtype, "attention", heads, q.shape[2] / cut, keys, q.shape[3],
         causal=bool(given["causal"]), backward=backward, kernels=2 if backward else 1, times=times,
     )  # fmt: skip
 

@@ -37,6 +37,15 @@ WAYS = {"heads": HEADS, "ring": frozenset({RING}), "gather": frozenset({POSITION
 _SUMMED = dict.fromkeys(("b", "g", "r", "s", POSITIONS), "sum")
 
 
+def seen_share(call: OpCall, pieces: int = 1) -> float:
+    """Of all pairs of query and key, the share that causality and a window leave; where queries are cut in ``pieces``
+    to the last of them, which sees most."""
+    given = dict(zip((a.name for a in call.target._schema.arguments), call.args, strict=False))
+    share = 1 - 1 / (2 * pieces) if given["causal"] else 1.0
+    keys = call.operands[given["k"].index].shape[2]
+    return min(share, given["window"] / max(keys, 1)) if given["window"] else share
+
+
 def _attention(call: OpCall, names: tuple[str, ...], results: tuple[str, ...]) -> Rule:
     given = dict(zip(names, call.args, strict=False))
     (batch, heads, queries, _), kv = (call.operands[given[name].index].shape for name in ("q", "k"))
