@@ -8,6 +8,7 @@ in memory is then an index again, whatever the strides.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -35,10 +36,10 @@ def _in_order(graph: fx.Graph, node: fx.Node) -> None:
     value: Tensor = source.meta["val"]
     order = list(range(value.dim()))  # a result of as_strided_scatter lies as its tensor does
     if first == 1:
-        order.sort(key=lambda d: -value.stride(d))
+        order.sort(key=lambda d: -value.stride()[d])
     size, stride = list(node.args[first]), list(node.args[first + 1])  # type: ignore[arg-type]
-    offset = node.args[first + 2] if len(node.args) > first + 2 else node.kwargs.get("storage_offset")
-    start = 0 if offset is None else int(offset) - value.storage_offset()  # type: ignore[call-overload]
+    offset: Any = node.args[first + 2] if len(node.args) > first + 2 else node.kwargs.get("storage_offset")
+    start = 0 if offset is None else int(offset) - value.storage_offset()
     end = start + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if 0 not in size else start
     if not value.permute(order).is_contiguous() or start < 0 or end >= value.numel():
         raise _refused(node, value)
