@@ -42,8 +42,8 @@ from autopar.runtime.weights import load_from
 from autopar.seen import look
 from autopar.solver.carry import shrink
 from autopar.solver.conflict import searched
+from autopar.solver.frame import Known
 from autopar.solver.options import with_decisions
-from autopar.solver.outer import Known
 from autopar.solver.search import has_plan, search
 from autopar.specialize import makers
 from autopar.verification import verify_inference, verify_training

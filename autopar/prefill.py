@@ -39,6 +39,10 @@ class Prompts:
         )
         return captured, read(captured, imbalance=workload.expert_imbalance)
 
+    def trace(self) -> None:
+        """Trace them, unless they are."""
+        assert self._graph
+
     def under(self, setting: Setting, solved: Solved, dispatch: str | None) -> Prefill:
         """What their forward takes under what was ``solved`` for one token of every sample, with the hint
         ``dispatch``."""

@@ -17,7 +17,7 @@ from autopar._compat import pytree
 from autopar.capture.activations import Activations
 from autopar.capture.graph import Captured
 from autopar.cluster import Cluster
-from autopar.solver.outer import Known
+from autopar.solver.frame import Known
 from autopar.specialize import capture_batch
 from autopar.workload import Workload
 

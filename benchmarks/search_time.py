@@ -8,8 +8,8 @@
 Llamas on the meta device, fp32 masters used in bf16, sequences of 8192 tokens, on hosts of 8 H100s, compiled. Layers
 are those of a Llama-3-8B, 8 to 126 of them on 64 devices; devices are 8 to 131,072 for the 8B, with a sequence a device
 and at least 128. Every search runs in a process of its own, which has imported autopar when the clock starts.
-"processor" are seconds of all processes of a search, "clock" what passed on the wall, which other work on the machine
-makes longer.
+"processor" are seconds of all processes of a search, of which there are as many as cores, "clock" what passed on the
+wall, which other work on the machine makes longer.
 """
 
 from __future__ import annotations

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+
+from autopar.solver.ahead import VARIABLE
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # there are as many of these as there are cores
+    os.environ.setdefault(VARIABLE, "1")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -25,11 +25,15 @@ from autopar.cost_model.step import tasks_of
 from autopar.report.progress import progress
 from autopar.schedule import runs, stage_ranks
 from autopar.solver.actions import programs as write_programs
+from autopar.solver.ahead import Crew
+from autopar.solver.attempt import Attempt, peaks, task_of
 from autopar.solver.candidates import Candidate, Degrees, Limits, all_degrees, candidates
 from autopar.solver.cuts import NEAR, TIE, Units, best_cuts, even_cuts, fair_cuts
 from autopar.solver.estimate import Estimate, Estimator, bubble, by_rank, least_share
+from autopar.solver.estimates import Estimates
+from autopar.solver.frame import Frame
 from autopar.solver.held import held_by_stage, in_flight
-from autopar.solver.outer import DEGREES_SOLVED, ORDINARY, Estimates, Frame, Solver, peaks, task_of
+from autopar.solver.outer import DEGREES_SOLVED, ORDINARY, Solver
 from autopar.solver.pipeline import Pipeline
 from autopar.solver.profile import Replica
 from autopar.solver.search import make_frame
@@ -193,10 +197,10 @@ def solved_and_estimated(frame: Frame, c: Candidate) -> tuple[Solved, Estimate, 
     """A candidate as it is solved, and as it is estimated."""
     with progress() as line:
         estimates = Estimates(frame, line)
-        e = estimates.estimator.estimate(c, ("none",), float("inf"))
+        e = estimates.estimator(c).estimate(c, ("none",), float("inf"))
         solved = task_of(frame, estimates, e).solve(float("inf"))
     assert solved is not None
-    return solved, e, estimates.estimator
+    return solved, e, estimates.estimator(c)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd_momentum", marks=pytest.mark.slow)])
@@ -275,7 +279,7 @@ def test_memory_of_pipelines_is_estimated_as_it_is_found(
     c = Candidate(Degrees(pp, 8 // pp, 1, 1), 1, None, 64 // (8 // pp), schedule, chunks)
     with progress() as line:
         estimates = Estimates(frame, line)
-        e = estimates.estimator.estimate(c, (recompute,), float("inf"))
+        e = estimates.estimator(c).estimate(c, (recompute,), float("inf"))
         task = task_of(frame, estimates, e)
         solved = task.solve(float("inf"))
     assert solved is not None and e.recompute == recompute
@@ -506,12 +510,9 @@ class Told(Solver):
     """A solver that takes estimates for the truth."""
 
     def solve(self, e: Estimate) -> float:
-        solved = SimpleNamespace(step_time=e.seconds, zero=e.candidate.zero)
-        self.tried.add((e.candidate, e.recompute))
-        self.found.append(
-            SimpleNamespace(candidate=e.candidate, estimate=e, pipeline=None, solved=solved, needed=e.memory)
-        )
-        return 0.0
+        found = SimpleNamespace(candidate=e.candidate, estimate=e, pipeline=None, step_time=e.seconds,
+                                zero=e.candidate.zero, needed=e.memory)  # fmt: skip
+        return self._take(e, Attempt(found, 0.0, e.seconds, False))
 
 
 def test_what_does_not_fit_takes_no_turn() -> None:
@@ -523,7 +524,7 @@ def test_what_does_not_fit_takes_no_turn() -> None:
 
     crowd = range(2, 2 + DEGREES_SOLVED)
     every = [one(n, 1, 1.0, 200.0) for n in crowd] + [one(1, 3, 10.0, 90.0)] + [one(n, 3, 10.5, 90.0) for n in crowd]
-    frame = SimpleNamespace(budget=100.0, hints=Hints(zero=3))
+    frame = SimpleNamespace(budget=100.0, hints=Hints(zero=3), crew=Crew(1), shared=list)
     with progress() as line:
         solver = Told(frame, SimpleNamespace(again=lambda e, budget: None), None, line)
         solver.run(every)

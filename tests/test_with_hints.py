@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from dist.small_models import mlp
+from dist.small_models import llama, mlp, tokens
 
 import autopar
 from autopar import Hints, Plan, seen
+from autopar.solver import ahead, estimates, outer
 
 
 @pytest.fixture
@@ -50,3 +51,24 @@ def test_a_model_that_has_changed_is_captured_anew(captures: list[str]) -> None:
     other = planned(mlp(), Hints(dp=4))
     plan.with_hints(Hints(tp=1))
     assert len(captures) == 4 and other.degrees["dp"] == 4
+
+
+def test_what_was_solved_is_not_solved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under hints that leave replicas as they are none is solved again, and of the candidates those alone that were not
+    solved before. The plan is that of a new call."""
+    monkeypatch.setenv(ahead.VARIABLE, "1")  # so that all is counted here
+    replicas, attempts = [], []
+    made, attempted = estimates.Replica, outer.attempt
+    monkeypatch.setattr(estimates, "Replica", lambda *args: replicas.append(args) or made(*args))
+    monkeypatch.setattr(outer, "attempt", lambda *args: attempts.append(args) or attempted(*args))
+    model, batch = llama(), tokens()
+    plan = autopar.plan(model, "cpu:2", hints=Hints(pp=1), example_inputs=batch)
+    replicas.clear(), attempts.clear()
+    limited = plan.with_hints(Hints(memory_limit=plan.peak_memory))
+    whole = plan.with_hints(Hints(recompute="none"))
+    few = len(attempts)
+    assert not replicas
+    for found in (limited, whole):
+        hints = Hints.from_dict(found.hints)
+        assert found.to_dict() == autopar.plan(model, "cpu:2", hints=hints, example_inputs=batch).to_dict()
+    assert few < len(attempts) - few

@@ -55,6 +55,11 @@ class Assignment:
         default_factory=dict, init=False, compare=False, repr=False
     )
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy, as from another process, knows nothing yet: here is what goes by the identity of things."""
+        given = (self.mesh, self.strategies, self.sources, self.sinks, self.aliases, self.sink_aliases)
+        return Assignment, given
+
     def layouts(self, op: Operator) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
         """The layouts of the operands and of the results of an operator."""
         rule, strategy = op.rule, self.strategies[op.node]

@@ -6,7 +6,7 @@ hints are dropped one by one (a deletion filter) and the search itself is asked 
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,7 +14,7 @@ from typing import TypeVar
 from autopar.errors import HintError, InfeasibleError
 from autopar.hints import Hints
 
-#: Seconds after which no further set of hints is tried.
+#: Seconds of the processor after which no further set of hints is tried.
 CONFLICT_SECONDS = 30.0
 
 #: Hints by how soon they are dropped, those that are not here first of all. What stays says most: a memory limit before
@@ -29,6 +29,11 @@ _NEEDS = {"schedule": "pp", "stages": "pp", "reshard_after_forward": "zero", "ze
 Constraint = tuple[str, str]
 
 T = TypeVar("T")
+
+
+def processor_seconds() -> float:
+    """Seconds of the processor that this process and those that it has waited for have taken."""
+    return sum(os.times()[:4])
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def conflict(
     hints: Hints,
     feasible: Callable[[Hints], bool],
     seconds: float = CONFLICT_SECONDS,
-    clock: Callable[[], float] = time.process_time,
+    clock: Callable[[], float] = processor_seconds,
 ) -> Conflict:
     """An irreducible set of ``hints``, which together are known to leave no plan, by asking ``feasible`` about others.
 

@@ -7,7 +7,7 @@ proved lower bound on seconds, from which `Plan.gap` follows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ from autopar.cost_model.communication import collective_seconds
 from autopar.cost_model.compute import optimizer_seconds, stream_seconds
 from autopar.cost_model.memory import FRAGMENTATION
 from autopar.schedule import SPLIT_BACKWARD, V_SHAPED, stage_ranks
-from autopar.sharding.axes import ExpertRanks
 from autopar.sharding.zero import Keeping
 from autopar.solver.actions import ADDED
 from autopar.solver.candidates import Candidate
@@ -72,9 +71,6 @@ def least_share(schedule: str | None, pp: int, chunks: int, micro_batches: int) 
 class _Shape(NamedTuple):
     """What the sums over a rank's units depend on."""
 
-    cp: int
-    tp: int
-    experts: ExpertRanks
     lean: bool
     pp: int
     schedule: str | None
@@ -87,8 +83,7 @@ class _Shape(NamedTuple):
 
 
 def _shape(c: Candidate) -> _Shape:
-    d = c.degrees
-    return _Shape(d.cp, d.tp, d.experts, c.lean, d.pp, c.schedule, c.chunks)
+    return _Shape(c.lean, c.degrees.pp, c.schedule, c.chunks)
 
 
 class _Reduced(NamedTuple):
@@ -98,7 +93,6 @@ class _Reduced(NamedTuple):
     dp: int
     cp: int
     tp: int
-    experts: ExpertRanks
     zero: int | None
     group: int | None
 
@@ -152,13 +146,25 @@ class _Saved(NamedTuple):
 
 
 class Estimator:
-    """Estimates candidates of one model on one cluster. ``replica`` gives the solved replica of cp x tp ranks
-    with experts spread so, or the one that is lean."""
+    """Estimates the candidates of one ``replica``, of a global ``batch`` on a cluster. What it has estimated is
+    ``known``, by candidate and way to recompute."""
 
-    def __init__(self, cluster: Cluster, batch: int, replica: Callable[[int, int, ExpertRanks, bool], Replica]) -> None:
+    def __init__(self, cluster: Cluster, batch: int, replica: Replica) -> None:
         self.cluster, self.batch, self.replica = cluster, batch, replica
+        self.known: dict[tuple[Candidate, str], Estimate] = {}
+        self._keep_answers()
+
+    def _keep_answers(self) -> None:
         for name in ("cuts", "_work", "_bytes", "_saved", "_collective", "_stepped", "_at_least"):
             setattr(self, name, functools.cache(getattr(self, name)))
+
+    def __getstate__(self) -> dict[str, object]:
+        """What another process needs of it."""
+        return {name: getattr(self, name) for name in ("cluster", "batch", "replica", "known")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._keep_answers()
 
     def estimate(self, c: Candidate, modes: Sequence[str], budget: float) -> Estimate:
         """The candidate with the fastest of ``modes`` that fits into ``budget`` bytes, the first if that does, which is
@@ -174,7 +180,10 @@ class Estimator:
         return min(fits, key=lambda e: e.seconds, default=found)
 
     def _with(self, c: Candidate, mode: str) -> Estimate:
-        return Estimate(c, mode, self._seconds(c, mode), self._memory(c, mode), self.bound(c))
+        if (found := self.known.get((c, mode))) is None:
+            found = Estimate(c, mode, self._seconds(c, mode), self._memory(c, mode), self.bound(c))
+            self.known[c, mode] = found
+        return found
 
     def _memory(self, c: Candidate, mode: str) -> float:
         """Bytes of the fullest rank."""
@@ -203,8 +212,8 @@ class Estimator:
         what comes to them whatever is hidden behind them."""
         d = c.degrees
         share = least_share(c.schedule, d.pp, c.chunks, c.micro_batches)
-        least = self.replica(d.cp, d.tp, d.experts, False).bound * self.batch / (d.dp * d.pp) * share
-        stepped, moved = self._at_least(_Reduced(d.pp, d.dp, d.cp, d.tp, d.experts, c.zero, c.group))
+        least = self.replica.bound * self.batch / (d.dp * d.pp) * share
+        stepped, moved = self._at_least(_Reduced(d.pp, d.dp, d.cp, d.tp, c.zero, c.group))
         # stage s begins after s messages, and ends as many before the first one: on average pp - 1 in all
         begun = (d.pp - 1) * self._collective("p2p", self.cluster.size // d.pp, d.pp, 1.0)
         return least + stepped + begun + self._beside(moved, least)
@@ -212,7 +221,7 @@ class Estimator:
     def _at_least(self, r: _Reduced) -> tuple[float, float]:
         """Seconds of the optimizer on a rank with the average of what there is, and of the collectives that reduce
         the gradients of a step, and gather what rests sharded, in one each."""
-        replica, moved = self.replica(r.cp, r.tp, r.experts, False), 0.0
+        replica, moved = self.replica, 0.0
         trained, gradients, state = 0.0, 0.0, 0.0
         for own in replica.states:
             ranks = max(r.dp * r.cp // own.spread, 1)
@@ -230,15 +239,15 @@ class Estimator:
         device = self.cluster.device
         return optimizer_seconds(replica.setting.optimizer, trained, gradients, state, device), moved
 
-    def _replica(self, c: Candidate) -> Replica:
-        return self.replica(c.degrees.cp, c.degrees.tp, c.degrees.experts, c.lean)
+    def _replica(self, of: Candidate | _Shape) -> Replica:
+        return self.replica.leaner if of.lean else self.replica
 
-    def cuts(self, cp: int, tp: int, experts: ExpertRanks, ranks: tuple[int, ...]) -> Ints:
+    def cuts(self, ranks: tuple[int, ...]) -> Ints:
         """The first unit of every stage; ``ranks`` are those of the stages."""
-        return fair_cuts(self.replica(cp, tp, experts, False).profile(1).seconds, ranks)
+        return fair_cuts(self.replica.profile(1).seconds, ranks)
 
     def _first(self, shape: _Shape) -> Ints:
-        return self.cuts(shape.cp, shape.tp, shape.experts, stage_ranks(str(shape.schedule), shape.pp, shape.stages))
+        return self.cuts(stage_ranks(str(shape.schedule), shape.pp, shape.stages))
 
     def _samples(self, c: Candidate) -> int:
         return max(1, self.batch // (c.degrees.dp * c.micro_batches))
@@ -261,7 +270,7 @@ class Estimator:
         return by_rank(shape.schedule, shape.pp, np.add.reduceat(by_unit, self._first(shape)))
 
     def _work(self, shape: _Shape, samples: int, micro_batches: int, mode: str) -> _Work:
-        replica, pp = self.replica(*shape[:4]), shape.pp
+        replica, pp = self._replica(shape), shape.pp
         profile = replica.profile(samples)
         forward, inputs, weights = (self._by_rank(shape, x) for x in (profile.forward, profile.inputs, profile.weights))
         inputs = inputs + self._by_rank(shape, replica.chosen(profile.again, mode))
@@ -273,7 +282,7 @@ class Estimator:
         return _Work(float(forward.max()), float(backward.max()), float((forward + backward).max()), early, wait)
 
     def _bytes(self, shape: _Shape) -> tuple[_Bytes, ...]:
-        return tuple(self._bytes_of(shape, state) for state in self.replica(*shape[:4]).states)
+        return tuple(self._bytes_of(shape, state) for state in self._replica(shape).states)
 
     def _bytes_of(self, shape: _Shape, state: State) -> _Bytes:
         rest, gradients, used, reduced = (
@@ -289,7 +298,7 @@ class Estimator:
         return _Bytes(rest, gradients, used, reduced, stepped_most, *ends, count, state.spread)
 
     def _saved(self, shape: _Shape, samples: int, mode: str) -> _Saved:
-        replica, first = self.replica(*shape[:4]), self._first(shape)
+        replica, first = self._replica(shape), self._first(shape)
         profile = replica.profile(samples)
         each, left = (np.add.reduceat(x, first) for x in (replica.chosen(profile.saved, mode), profile.left))
         once = self._by_rank(shape, replica.chosen(profile.constant, mode))
@@ -394,7 +403,7 @@ class Estimator:
         return self._stepped(_shape(c), tuple(shards(c, own.spread) for own in self._bytes(_shape(c))))
 
     def _stepped(self, shape: _Shape, every: tuple[int, ...]) -> float:
-        optimizer = self.replica(*shape[:4]).setting.optimizer
+        optimizer = self._replica(shape).setting.optimizer
         shares = [[n / shard for n in own.stepped] for own, shard in zip(self._bytes(shape), every, strict=True)]
         parameters, gradients, state = (sum(nbytes) for nbytes in zip(*shares, strict=True))
         return optimizer_seconds(optimizer, parameters, gradients, state, self.cluster.device)

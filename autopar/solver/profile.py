@@ -8,7 +8,6 @@ of candidates in the time that one program takes.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections import defaultdict
@@ -16,11 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from torch import fx
 
-from autopar.sharding.assignment import Transfer, transfers, used_axes
+from autopar.capture.graph import Captured
+from autopar.sharding.assignment import Assignment, Transfer, transfers, used_axes
 from autopar.sharding.axes import NOWHERE, ExpertRanks, make_mesh
 from autopar.sharding.buckets import Pieces
-from autopar.sharding.operators import Operator, Value
+from autopar.sharding.operators import Operator, Operators, Value
 from autopar.sharding.recompute import Kept, blocks_made_again, forward_blocks, kept, made_again
 from autopar.sharding.redistribute import LOCAL, whole_bytes
 from autopar.solver.costs import Prices, state_bytes
@@ -28,15 +29,21 @@ from autopar.solver.fusion import fusion_of
 from autopar.solver.memory import cached_bytes
 from autopar.solver.pins import Pins
 from autopar.solver.pipeline import units
-from autopar.solver.program import Floats, solve
+from autopar.solver.program import Floats, Program, solve
 from autopar.solver.setting import Setting
-from autopar.solver.space import output_values
+from autopar.solver.space import Space, output_values
 from autopar.solver.spmd import make_program
 from autopar.solver.staged import different, located, of_one_gradient, same_for_all, saved_bytes, sent_on
 from autopar.solver.work import local_work
 
 #: What a tenth of the memory is worth to a lean replica, as a fraction of the time.
 LEAN = 0.01
+
+#: What has been found of a replica and takes long to find again.
+_FINDINGS = frozenset({"states", "leaner", "_profiles"})
+
+#: What does not depend on how its program is solved.
+_OF_PROGRAM = frozenset({"prices", "at", "_solved_in"})
 
 #: Ways to recompute of which every unit's cost is known; others are made of these, block by block.
 MODES = ("none", "selective", "full")
@@ -129,20 +136,51 @@ class Replica:
         which experts are spread; those of dp belong to the replica."""
         self.setting, self.batch, self.experts = setting, batch, experts
         self.mesh = make_mesh(experts.dp, cp, tp, None, experts)
-        self.captured, self.operators = setting.captured, setting.operators
-        self.prices = Prices(setting.cluster, self.mesh)
+        self.pins = pins
+        self.parts = self._parts(samples)
         self.row = units(self.captured, self.operators) or ("",)
         blocks = set(forward_blocks(self.operators))
         #: Places in the row of the repeated blocks.
         self.blocks = np.array([i for i, unit in enumerate(self.row) if unit in blocks], dtype=np.int64)
-        self.at = located(self.captured, self.operators, tuple((unit,) for unit in self.row))
-        space, program = make_program(setting, self.mesh, replace(pins, zero=0, micro_batches=self._parts(samples)))
-        self.space, self.program, self.solution = space, program, solve(program)
+        self.solution = solve(self._solved_in[1])
         self.possible = self.solution is not None
-        if self.solution is not None:
-            #: Least seconds of a sample over the program's space, times the ranks of dp.
-            self.bound = self.solution.bound / batch * experts.dp
-            self.assignment = space.assignment(self.solution.options)
+        #: Least seconds of a sample over the program's space, times the ranks of dp.
+        self.bound = math.inf if self.solution is None else self.solution.bound / batch * experts.dp
+
+    def __getstate__(self) -> dict[str, object]:
+        """What another process needs of it; the rest can be made again."""
+        return {name: value for name, value in self.__dict__.items() if name in _FINDINGS or name not in _LATER}
+
+    @property
+    def captured(self) -> Captured:
+        """The graph."""
+        return self.setting.captured
+
+    @property
+    def operators(self) -> Operators:
+        """The operators of the graph."""
+        return self.setting.operators
+
+    @functools.cached_property
+    def prices(self) -> Prices:
+        """The prices on the replica's mesh."""
+        return Prices(self.setting.cluster, self.mesh)
+
+    @functools.cached_property
+    def at(self) -> dict[fx.Node, int]:
+        """The place in the row of every operator's and every parameter's unit."""
+        return located(self.captured, self.operators, tuple((unit,) for unit in self.row))
+
+    @functools.cached_property
+    def _solved_in(self) -> tuple[Space, Program]:
+        """The program of the replica."""
+        return make_program(self.setting, self.mesh, replace(self.pins, zero=0, micro_batches=self.parts))
+
+    @functools.cached_property
+    def assignment(self) -> Assignment:
+        """What was found, of a replica that is possible."""
+        assert self.solution is not None
+        return self._solved_in[0].assignment(self.solution.options)
 
     def _parts(self, samples: int) -> int:
         """Into how many micro-batches the batch is cut."""
@@ -154,15 +192,14 @@ class Replica:
         them are then split along the sequence, as Megatron's sequence parallelism does. Itself if nothing changes."""
         assert self.solution is not None
         price = 10 * LEAN * self.solution.value / max(self.solution.memory, 1.0)
-        seconds = [s + price * m for s, m in zip(self.program.seconds, self.program.memory, strict=True)]
-        solution = solve(replace(self.program, seconds=seconds))
+        program = self._solved_in[1]
+        seconds = [s + price * m for s, m in zip(program.seconds, program.memory, strict=True)]
+        solution = solve(replace(program, seconds=seconds))
         if solution is None or (solution.options == self.solution.options).all():
             return self
-        found = copy.copy(self)
-        for name, kind in vars(Replica).items():
-            if isinstance(kind, functools.cached_property):
-                found.__dict__.pop(name, None)
-        found.solution, found.assignment = solution, self.space.assignment(solution.options)
+        found = Replica.__new__(Replica)
+        kept = {name: value for name, value in self.__dict__.items() if name in _OF_PROGRAM or name not in _LATER}
+        found.__dict__.update(kept, solution=solution)
         return found
 
     @functools.cached_property
@@ -317,3 +354,7 @@ class Replica:
         """Bytes of the whole batch that every unit but the last sends to the next one if a stage ends with it."""
         found = sent_on(self.captured, self.operators, self.assignment, self.at, len(self.row))
         return np.array([nbytes for nbytes, _ in found], dtype=np.float64)
+
+
+#: What a replica finds when it is asked.
+_LATER = frozenset(name for name, kind in vars(Replica).items() if isinstance(kind, functools.cached_property))

@@ -14,10 +14,15 @@ import numpy as np
 import numpy.typing as npt
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
+from ortools.math_opt.solvers import highs_pb2
 
 #: Seconds that a byte is worth: among assignments equally fast the one that keeps less is taken, so that a plan and the
 #: program made from it agree. 10 GB count as 10 us, less than any difference in time that is known.
 BYTE_SECONDS = 1e-15
+
+#: HiGHS in this thread alone. It would keep as many threads as half the cores for the next solve, which a forked
+#: process does not have and would wait for (HighsTaskExecutor.h). MathOpt's own option for threads it does not take.
+_PARAMETERS = mathopt.SolveParameters(highs=highs_pb2.HighsOptionsProto(int_options={"threads": 1}))
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -171,7 +176,7 @@ def _run(proto: model_pb2.ModelProto) -> tuple[Floats | None, float]:
         reduced_costs_filter=mathopt.VariableFilter(filtered_items=()),
     )
     model = mathopt.Model.from_model_proto(proto)
-    result = mathopt.solve(model, mathopt.SolverType.HIGHS, model_params=wanted)
+    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=_PARAMETERS, model_params=wanted)
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
         return None, float("inf")

@@ -25,23 +25,16 @@ from autopar.sharding.axes import data_degree, expert_ranks, zero_group_size
 from autopar.sharding.operators import Operators, inside_experts
 from autopar.sharding.recompute import forward_blocks
 from autopar.sharding.zero import Zero
+from autopar.solver.attempt import Found
 from autopar.solver.candidates import Candidate, Limits, able_chunks, all_degrees
 from autopar.solver.carry import hint_pins, operator_choices
 from autopar.solver.constraints import check_constraints
 from autopar.solver.estimate import Estimate
+from autopar.solver.estimates import CONTEXT_TOKENS, Estimates
+from autopar.solver.frame import Frame, Known, Prompts
 from autopar.solver.layer_costs import flops_by_dtype, layer_costs
 from autopar.solver.microbatches import loss_place
-from autopar.solver.outer import (
-    CONTEXT_TOKENS,
-    Estimates,
-    Found,
-    Frame,
-    Known,
-    Prompts,
-    Solver,
-    least_memory,
-    small_plans,
-)
+from autopar.solver.outer import Solver, least_memory, small_plans
 from autopar.solver.parts import forwards_first, runs_in_parts, why_whole
 from autopar.solver.pipeline import hinted, units
 from autopar.solver.setting import Setting, is_sharded
