@@ -252,7 +252,7 @@ def test_the_fastest_way_to_recompute_that_fits() -> None:
     c = Candidate(Degrees(1, 8, 1, 1), 1, None, 1, None, 1)
     with progress() as line:
         estimates = Estimates(larger_frame(), line)
-        estimator, modes = estimates.estimator, estimates.frame.modes
+        estimator, modes = estimates.estimator(c), estimates.frame.modes
         every = [estimator.estimate(c, (mode,), math.inf) for mode in (*modes, *(f"full:{n}" for n in range(1, 16)))]
         none, selective, full = every[:3]
         chosen = []
