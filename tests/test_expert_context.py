@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.distributed import DeviceMesh
 from zoo import MIXTURES
 
 import autopar
 from autopar.cluster import Cluster
 from autopar.ops.rows import MAKE_ROWS
+from autopar.runtime.process import group_places
 from autopar.runtime.reference import exact_float64
 from autopar.runtime.verify import compare
 from autopar.sharding.axes import ExpertRanks, degrees, expert_ranks, joint_axes, make_mesh, sequence_pieces
@@ -103,6 +106,18 @@ def test_a_mesh_whose_cp_is_two_axes() -> None:
     assert degrees(mesh) == {"dp": 4, "cp": 8, "tp": 2} and expert_ranks(mesh) == ExpertRanks(2, 4)
     assert (sequence_pieces(mesh, "cp"), sequence_pieces(mesh, "cp_expert")) == (2, 8)
     assert ("cp", "cp_expert") in joint_axes(mesh) and mesh.stride("cp+cp_expert") == 2
+
+
+def test_places_in_groups_of_several_axes() -> None:
+    """On cp 2 x 2 x tp 2 a rank's place in the group of both axes of cp is its rank without tp's."""
+    mesh = make_mesh(1, 4, 2, None, ExpertRanks(1, 2))
+
+    def places(rank: int) -> dict[str, int]:
+        own = dict(zip(mesh.names, mesh.coordinates(rank), strict=True))
+        return group_places(cast(DeviceMesh, SimpleNamespace(get_local_rank=own.__getitem__)), mesh)
+
+    assert [places(rank)["cp+cp_expert"] for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [places(rank)["cp_expert"] for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
 def test_where_experts_may_be_on_cp() -> None:

@@ -74,6 +74,18 @@ def group_names(device_mesh: DeviceMesh, mesh: Mesh) -> dict[str, str]:
     return found
 
 
+def group_places(device_mesh: DeviceMesh, mesh: Mesh) -> dict[str, int]:
+    """This rank's place in each of the groups that `group_names` names; of axes taken together the first is outermost.
+    """
+    found = {axis: device_mesh.get_local_rank(axis) for axis in mesh.names}
+    for axes in joint_axes(mesh):
+        place = 0
+        for axis in axes:
+            place = place * mesh.degree(axis) + found[axis]
+        found[JOINT.join(axes)] = place
+    return found
+
+
 def host_group() -> dist.ProcessGroup | None:
     """A group of all ranks that takes CPU tensors, and that no program communicates in: a rank that asks for something
     there while others run a program waits, and takes no part of theirs for an answer. None for a rank alone. Every rank

@@ -23,7 +23,7 @@ from autopar.runtime.autocast import autocast_state
 from autopar.runtime.batches import check_alike, check_parts, compares_contents, contents, describe, warn_of
 from autopar.runtime.cache import Cache, CacheEntry
 from autopar.runtime.failure import watch
-from autopar.runtime.process import group_names, host_group
+from autopar.runtime.process import group_names, group_places, host_group
 from autopar.runtime.program import Maker, Makers, Specialization, StepProgram
 from autopar.runtime.release import COMPILE
 from autopar.sharding.axes import data_rank
@@ -165,7 +165,7 @@ class Programs:
 
     def bind(self, graph: fx.GraphModule) -> None:
         """Bind a graph to this process."""
-        places = {axis: self.device_mesh.get_local_rank(axis) for axis in self.plan.mesh.names}
+        places = group_places(self.device_mesh, self.plan.mesh)
         bind(graph, self.groups, places, torch.device(self.device_mesh.device_type))
         graph.meta[COMPILE] = self.compiles
 
