@@ -19,6 +19,7 @@ from autopar.passes.phases import Phases
 from autopar.passes.segments import segmented
 from autopar.passes.sums import keep_sums
 from autopar.runtime import compiled, reference
+from autopar.runtime.parameters import parameter_at
 from autopar.runtime.simulate import run_ranks
 from autopar.specialize import specialize, specialize_step
 
@@ -102,6 +103,28 @@ def test_the_same_call_stands_once() -> None:
     x = torch.randn(3, 3)
     copy, product = segments[0](x)
     assert torch.equal(product, x @ x) and torch.equal(copy, x)
+
+
+@pytest.mark.slow
+def test_two_inputs_may_be_one_tensor() -> None:
+    """When a segment is compiled they are, and another time they are two."""
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    wave = graph.call_function(torch.ops.aten.exp.default, (x,))
+    graph.output((graph.call_function(torch.ops.aten.sub.Tensor, (wave, y)),))
+    segment = compiled.Segment(fx.GraphModule(torch.nn.Module(), graph))
+    first, second = torch.linspace(0, 1, 8), torch.linspace(1, 2, 8)
+    for pair in ((first, first), (first, second)):
+        torch.testing.assert_close(segment(*pair)[0], pair[0].exp() - pair[1])
+
+
+def test_parameters_are_those_that_modules_hold_now() -> None:
+    """By their names, also where a module or a parameter has been replaced."""
+    model = torch.nn.ModuleDict({"a": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))})
+    model.register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
+    model["a"][1] = torch.nn.Linear(2, 3)  # type: ignore[index]
+    model["a"][0].bias = torch.nn.Parameter(torch.ones(2))  # type: ignore[index]
+    assert all(parameter_at(model, name) is p for name, p in model.named_parameters())
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import dtensor_like, pytree
 from autopar.capture import batch_tensors
-from autopar.capture.graph import Parameter
 from autopar.capture.hf_experts import count_tokens, router_biases
 from autopar.capture.hf_padding import padded
 from autopar.errors import InputError, RuntimeFailure
@@ -35,7 +34,7 @@ from autopar.runtime.failure import guarded
 from autopar.runtime.generate import generate
 from autopar.runtime.optimizers import refuse_pieces
 from autopar.runtime.outputs import stale
-from autopar.runtime.parameters import Fill, layouts_of, own_pieces, parallel_tree, parameter_names
+from autopar.runtime.parameters import Fill, layouts_of, own_pieces, parallel_tree, parameter_at, parameter_names
 from autopar.runtime.pipeline import make_pipeline, no_forward, shown
 from autopar.runtime.precision import agree_on_overflow, inputs_as_used
 from autopar.runtime.process import agree, make_device_mesh
@@ -219,17 +218,18 @@ class ParallelModule(nn.Module):
                 assert loss.tangent is not None
                 name = program.input_name(loss.tangent)
                 given[name] = self.grad_scaler.scale(given[name])
-            parameters = [self._original.get_parameter(p.name) for p in program.captured.parameters]
+            parameters = [parameter_at(self._original, p.name) for p in program.captured.parameters]
             given.update(local_pieces(program, parameters))
             with as_captured(self.device_mesh.device_type):
                 if self._pipeline is None:
                     results, gradients = run_step(program.phases, given, each, run_and_release)
                 else:
                     results, gradients = self._pipeline.step(program, given, each, self._programs.bind)
-            trained = [p for p in program.captured.parameters if p.gradient is not None]
-            for p, gradient in zip(trained, gradients, strict=True):
+            held = zip(program.captured.parameters, parameters, strict=True)
+            trained = [(p, parameter) for p, parameter in held if p.gradient is not None]
+            for (p, parameter), gradient in zip(trained, gradients, strict=True):
                 if gradient is not None:
-                    self._add_gradient(p, gradient)
+                    _add_gradient(parameter, gradient.to(p.storage_dtype))
             if self.grad_scaler is not None and self._pipeline is not None:
                 grads = [p.grad for p in self.parameters() if isinstance(p.grad, DTensor)]
                 agree_on_overflow(grads, torch.device(device))
@@ -237,15 +237,6 @@ class ParallelModule(nn.Module):
         loss = results[program.places.index(program.loss)]
         self._see_loss(loss)
         return loss
-
-    def _add_gradient(self, p: Parameter, piece: Tensor) -> None:
-        """Add this rank's piece of a gradient to the parameter's ``grad``."""
-        parameter = self._original.get_parameter(p.name)
-        gradient = dtensor_like(piece.to(p.storage_dtype).contiguous(), parameter)
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad += gradient
 
     @guarded("clip_grad_norm_")
     def clip_grad_norm_(
@@ -332,7 +323,7 @@ class ParallelModule(nn.Module):
         self._see_attributes()
         special = self.specialization(args, kwargs)
         given = self._given(special, args, kwargs)
-        parameters = [self._original.get_parameter(p.name) for p in special.captured.parameters]
+        parameters = [parameter_at(self._original, p.name) for p in special.captured.parameters]
         if not torch.is_grad_enabled() or special.program.backward is None or self._pipeline is not None:
             results = dict(enumerate(self._evaluate(special, given, parameters)))
         else:
@@ -446,3 +437,12 @@ class ParallelModule(nn.Module):
     def extra_repr(self) -> str:
         """The plan, and how many programs are kept."""
         return f"{self.plan}; {len(self.specializations)} of at most {CACHE_SIZE} programs kept"
+
+
+def _add_gradient(parameter: nn.Parameter, piece: Tensor) -> None:
+    """Add this rank's piece of a gradient to the ``grad`` of a parameter."""
+    gradient = dtensor_like(piece.contiguous(), parameter)
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient

@@ -30,6 +30,16 @@ def parameter_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {found[0]: tuple(found) for found in names.values()}
 
 
+def parameter_at(model: nn.Module, name: str) -> nn.Parameter:
+    """``model.get_parameter(name)`` in a tenth of its time, for one that is there: every step asks for all of them."""
+    *path, last = name.split(".")
+    module: Any = model
+    for part in path:
+        module = module._modules[part]
+    found: nn.Parameter = module._parameters[last]
+    return found
+
+
 @dataclass(frozen=True)
 class Pieces:
     """What one rank holds of a model that is on the meta device: its pieces of parameters, and whole buffers, by name
