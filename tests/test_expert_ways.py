@@ -122,7 +122,7 @@ def test_parts_of_experts_are_those_of_tp() -> None:
     cluster = Cluster.parse("h100-sxm:2x8")
     found = list(all_degrees(cluster, autopar.Hints(ep=4, etp=2), limits))
     assert found and {d.tp for d in found} == {2}
-    assert all(d.experts * d.cp == 4 or d.experts == 4 for d in found)
+    assert all(4 in (d.experts.dp * d.experts.cp, d.experts.dp * d.cp) for d in found)
     assert {d.tp for d in all_degrees(cluster, autopar.Hints(ep=4, etp=1), limits)} > {1, 2}
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from autopar.report.progress import Progress
+from autopar.sharding.axes import NOWHERE
 from autopar.solver.ahead import Ahead
 from autopar.solver.attempt import Attempt, Found, attempt, keep, least, recall
 from autopar.solver.candidates import Candidate, Degrees
@@ -55,7 +56,7 @@ class Solver:
         self.found: list[Found] = []
         self.tried: set[tuple[Candidate, str]] = set()
         #: By kind of candidate, what the last one took over its estimate.
-        self.errors: dict[tuple[str | None, bool, bool, bool], float] = {}
+        self.errors: dict[tuple[object, ...], float] = {}
 
     def run(self, every: Sequence[Estimate]) -> None:
         """Solve the best candidates of the best degrees, then more of the degrees that turned out best, and there at
@@ -203,10 +204,12 @@ class _Forecast(Solver):
         return self._take(e, answer)
 
 
-def _kind(e: Estimate) -> tuple[str | None, bool, bool, bool]:
+def _kind(e: Estimate) -> tuple[object, ...]:
     """What estimates are wrong about in the same way: schedules, gathers of every micro-batch, context and tensor
-    parallelism (a replica is solved for large micro-batches, and small ones may be better exchanged otherwise)."""
-    return e.candidate.schedule, e.candidate.zero == 3, e.candidate.degrees.cp > 1, e.candidate.degrees.tp > 1
+    parallelism (a replica is solved for large micro-batches, and small ones may be better exchanged otherwise), and
+    whether every rank has all experts, whose gradients then take longer than anything else that is sent."""
+    c = e.candidate
+    return c.schedule, c.zero == 3, c.degrees.cp > 1, c.degrees.tp > 1, c.degrees.experts != NOWHERE
 
 
 def least_memory(estimates: Estimates, enough: float = 0.0) -> Found | None:
