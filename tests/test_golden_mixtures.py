@@ -31,6 +31,19 @@ def mixtral() -> torch.nn.Module:
         return MixtralForCausalLM(MixtralConfig(max_position_embeddings=32768, use_cache=False))
 
 
+def qwen3_235b() -> torch.nn.Module:
+    """Qwen3-235B-A22B, by the published config: 128 experts of 1536, 8 a token, 94 layers."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=94, num_attention_heads=64,
+        num_key_value_heads=4, head_dim=128, moe_intermediate_size=1536, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, max_position_embeddings=40960, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return Qwen3MoeForCausalLM(config)
+
+
 @dataclass(frozen=True)
 class Case:
     """``batch`` sequences of ``seq_len`` tokens a step, in bf16 with fp32 masters, compiled; ``active`` are the weights
@@ -52,6 +65,7 @@ class Case:
 
 
 MIXTRAL = Case(mixtral, Cluster.parse("h100-sxm:8x8"), 256, 4096, 12.75e9, 32 * 6 * 4096 * 4096)
+QWEN = Case(qwen3_235b, Cluster.parse("h100-sxm:32x8"), 2048, 4096, 21.5e9, 94 * 6 * 8192 * 4096)
 MILLION = 1024 * 1024
 EIGHT = Case(
     functools.partial(llama, **SHAPES["8B"]), Cluster.parse("h100-sxm:1x8"), 1, MILLION, 7.5e9, 32 * 6 * 4096 * MILLION
@@ -105,6 +119,42 @@ def test_mixtral_on_64() -> None:
     assert state_ranks(plan) * plan.degrees["pp"] >= 32
     assert plan.recompute != "full"
     check_plausible(MIXTRAL, plan, 2.90)
+
+
+@pytest.mark.slow
+def test_qwen3_235b_on_256() -> None:
+    """235 B parameters take 4.2 TB of 21.8. Of a device's 32,768 tokens each layer keeps some 280 KB a token (8 routed
+    rows of 8 KB before and after experts, three of 3 KB in them, attention twice as wide as the model): 108 GB for one
+    sequence through 94 layers, so either a pipeline holds one sequence over its depth, split by tp 2 or partly made
+    again (moezoo-2: pp 8 with 4 stages a rank, tp 2, ep 32, 17.6 s), or all blocks are made again (moezoo-3: FSDP, tp
+    2, ep 8, four sequences at once, 17.6 s too). Both use 28 % of the peak; the model's FLOPs at half of it take 9 s:
+    exchanges and small products are as much as the rest. A plan of this planner cannot hide exchanges of tokens
+    behind products, so ep across hosts (8 rows of 8 KB, 7/8 of which leave the host: 57 KB a token and way, 94 x 4 x
+    32,768 x 57 KB = 700 GB at 50 GB/s, 14 s) must lose: expected are experts over at most a host's 8 ranks (1.6 s over
+    NVLink), or not at all. tp at most 4 and inside a host; what rests split over at least 128 ranks. The time is about
+    the published one.
+
+    First found were 20.0 and then 18.8 s without ep, ZeRO-2 or 3: estimates without ep are up to 19 % too low here, and
+    what that taught was held against plans with ep too. Found now: pp 8 with 6 stages a rank, ep 8, ZeRO-1, nearly all
+    blocks made again, 17.9 s."""
+    plan = planned("QWEN")
+    assert plan.degrees["tp"] <= 4 and plan.degrees["ep"] <= 8
+    assert state_ranks(plan) * plan.degrees["pp"] >= 128
+    check_plausible(QWEN, plan, 17.6)
+
+
+@pytest.mark.slow
+def test_qwen3_235b_with_experts_over_hosts() -> None:
+    """NVIDIA's mapping (moezoo-2) sends a token once to every host that has experts of its, and beside the products of
+    another micro-batch (DeepEP); here every row is sent apart, and waited for. So it is priced at far more than was
+    published, by what these exchanges take and no more, and the search must not choose it."""
+    hints = Hints(
+        pp=8, tp=2, cp=1, ep=32, zero=1, micro_batch_size=1, schedule="interleaved", dispatch="exchange"
+    )  # fmt: skip
+    expert = planned("QWEN", hints)
+    exchanged = sum(c.seconds for c in expert.collectives if c.axis == "dp_expert" and c.purpose == "activations")
+    assert expert.step_time - exchanged == pytest.approx(17.6, rel=PREDICTED)
+    assert planned("QWEN").step_time < expert.step_time
 
 
 @pytest.mark.slow
