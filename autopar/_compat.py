@@ -1,4 +1,4 @@
-"""The only place that imports private PyTorch names. Tried on torch 2.13.0; the names exist from 2.11 to 2.14."""
+"""The only place that imports private PyTorch names. Tried on torch 2.11.0, 2.13.0 and 2.14.1."""
 
 from __future__ import annotations
 
