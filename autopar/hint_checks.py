@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from autopar.errors import HintError
@@ -162,15 +162,20 @@ def _malformed_activations(found: str) -> HintError:
     )
 
 
+def check_one_of(name: str, value: object, able: Collection[str]) -> None:
+    """HintError for a value of the hint ``name`` that is none of those that there are."""
+    if value is not None and value not in able:
+        raise HintError(
+            f"{name}={value!r} is not available.",
+            expected=f"one of {', '.join(able)}",
+            found=repr(value),
+            change=nearest_names(str(value), able),
+        )
+
+
 def check_pipeline(hints: Hints) -> None:
     """HintError for a schedule that there is not, and for hints of a pipeline without one."""
-    if hints.schedule is not None and hints.schedule not in ALL_SCHEDULES:
-        raise HintError(
-            f"schedule={hints.schedule!r} is not available.",
-            expected=f"one of {', '.join(ALL_SCHEDULES)}",
-            found=repr(hints.schedule),
-            change=nearest_names(str(hints.schedule), ALL_SCHEDULES),
-        )
+    check_one_of("schedule", hints.schedule, ALL_SCHEDULES)
     for name in ("schedule", "stages"):
         if getattr(hints, name) is not None and hints.pp in (None, 1):
             raise HintError(
@@ -183,13 +188,7 @@ def check_pipeline(hints: Hints) -> None:
 
 def check_attention(hints: Hints) -> None:
     """HintError for a way to compute attention that there is not, or where no axis is there for it."""
-    if hints.attention not in WAYS:
-        raise HintError(
-            f"attention={hints.attention!r} is not available.",
-            expected=f"one of {', '.join(WAYS)}",
-            found=repr(hints.attention),
-            change=nearest_names(str(hints.attention), WAYS),
-        )
+    check_one_of("attention", hints.attention, WAYS)
     if hints.cp in (None, 1):
         raise HintError(
             f"The hint attention={hints.attention!r} asks for a sequence that is split, and it is not.",
@@ -221,6 +220,7 @@ def check_zero_group(hints: Hints) -> None:
 
 
 def check_group_divides(size: int | None, dp: int) -> None:
+    """HintError for groups of ZeRO that do not make up dp."""
     if size is not None and dp % size:
         raise HintError(
             f"The hint zero_group_size={size} does not divide dp={dp}.",

@@ -28,6 +28,7 @@ from autopar.hint_checks import (
     check_axes,
     check_contradictions,
     check_group_divides,
+    check_one_of,
     check_pipeline,
     check_recompute,
     check_zero_group,
@@ -149,13 +150,7 @@ class Hints:
             check_recompute(self.recompute)
         if self.attention is not None:
             check_attention(self)
-        if self.dispatch is not None and self.dispatch not in DISPATCHERS:
-            raise HintError(
-                f"dispatch={self.dispatch!r} is not available.",
-                expected=f"one of {', '.join(DISPATCHERS)}",
-                found=repr(self.dispatch),
-                change=nearest_names(str(self.dispatch), DISPATCHERS),
-            )
+        check_one_of("dispatch", self.dispatch, DISPATCHERS)
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
         if self.shard is not None:

@@ -19,7 +19,7 @@ from autopar.runtime.initialize import materialize
 from autopar.runtime.parameters import is_meta
 from autopar.runtime.program import Specialization
 from autopar.runtime.verify import VerifyReport, compare, real_batch
-from autopar.runtime.verify_generation import TOKENS, Prompts, compare_generation, random_prompts
+from autopar.runtime.verify_generation import TOKENS, PromptBatch, compare_generation, random_prompts
 from autopar.solver.search import search
 from autopar.specialize import capture_batch, specialize, specialize_cached, specialize_step
 from autopar.workload import Workload
@@ -69,7 +69,7 @@ def verify_inference(
         length = max(1, (workload.seq_len or default_seq_len(model)) - tokens)
         prompts = random_prompts(whole, workload.global_batch or plan.world_size, length, tokens)
     else:
-        prompts = Prompts(_prompt_inputs(example_inputs), tokens)
+        prompts = PromptBatch(_prompt_inputs(example_inputs), tokens)
 
     def make(shapes: dict[str, Any]) -> Specialization:
         return specialize_cached(whole, plan, (), shapes, training=False)

@@ -148,9 +148,7 @@ def test_qwen3_235b_with_experts_over_hosts() -> None:
     """NVIDIA's mapping (moezoo-2) sends a token once to every host that has experts of its, and beside the products of
     another micro-batch (DeepEP); here every row is sent apart, and waited for. So it is priced at far more than was
     published, by what these exchanges take and no more, and the search must not choose it."""
-    hints = Hints(
-        pp=8, tp=2, cp=1, ep=32, zero=1, micro_batch_size=1, schedule="interleaved", dispatch="exchange"
-    )  # fmt: skip
+    hints = Hints(pp=8, tp=2, cp=1, ep=32, zero=1, micro_batch_size=1, schedule="interleaved", dispatch="exchange")
     expert = planned("QWEN", hints)
     exchanged = sum(c.seconds for c in expert.collectives if c.axis == "dp_expert" and c.purpose == "activations")
     assert expert.step_time - exchanged == pytest.approx(17.6, rel=PREDICTED)

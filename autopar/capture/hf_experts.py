@@ -33,12 +33,12 @@ def _linear(module: nn.Module, rows: Tensor, name: str, index: Tensor) -> Tensor
 def _has_plain_gate(module: nn.Module) -> bool:
     """Whether a module's gate and up are fused one after the other, [E, 2 x I, H], without a bias, and its gate is the
     usual one, the activation of the one times the other."""
-    from transformers.integrations import moe
+    from transformers.integrations.moe import _default_apply_gate
 
-    usual = getattr(moe, "_default_apply_gate", None)  # not in transformers 5.0
-    if usual is None or getattr(type(module), "_apply_gate", None) is not usual:
-        return False
-    return bool(module.has_gate and module.is_concatenated and not module.has_bias and not module.is_transposed)
+    usual = type(module)._apply_gate is _default_apply_gate  # type: ignore[attr-defined]
+    return bool(
+        usual and module.has_gate and module.is_concatenated and not module.has_bias and not module.is_transposed
+    )
 
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     if _has_plain_gate(module):
         gate, up = gated_mm(rows, module.gate_up_proj.unflatten(1, (2, -1)), top_k_index)  # type: ignore[operator]
         rows = module.act_fn(gate) * up  # type: ignore[operator]
-    elif getattr(module, "has_gate", True):  # transformers 5.0 has not all of these attributes
+    elif module.has_gate:
         rows = module._apply_gate(_linear(module, rows, "gate_up_proj", top_k_index))  # type: ignore[operator]
     else:
         rows = module.act_fn(_linear(module, rows, "up_proj", top_k_index))  # type: ignore[operator]

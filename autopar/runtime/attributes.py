@@ -56,7 +56,7 @@ class States:
 
     model: nn.Module
     found: dict[str, Any] = field(init=False)
-    known: list[list[Any]] = field(default_factory=list)
+    known: dict[tuple[str, ...], int] = field(default_factory=dict)
     names: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,10 +64,11 @@ class States:
 
     def now(self) -> int:
         """The number of the present one. Warns where there are `MANY`: each has programs of its own."""
-        values = [copy.copy(v) for holder in self.found.values() for v in vars(holder).values() if _plain(v)]
+        # as texts, which tell 1, 1.0 and True apart: they are equal, and graphs of them are not
+        values = tuple(repr(v) for holder in self.found.values() for v in vars(holder).values() if _plain(v))
         if values in self.known:
-            return self.known.index(values)
-        self.known.append(values)
+            return self.known[values]
+        self.known[values] = len(self.known)
         before, self.names = self.names, _named(self.found)
         if len(self.known) == MANY:
             changed = sorted(name for name, value in self.names.items() if name not in before or before[name] != value)
@@ -77,4 +78,4 @@ class States:
                 UserWarning,
                 stacklevel=2,
             )
-        return len(self.known) - 1
+        return self.known[values]

@@ -34,7 +34,7 @@ TIE = 8.0
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptBatch:
     """What a generation starts from: the ``inputs`` of ``generate``, and how many tokens are chosen."""
 
     inputs: dict[str, Tensor]
@@ -46,16 +46,16 @@ class Prompts:
         return int(self.inputs["input_ids"].shape[1])
 
 
-def random_prompts(model: nn.Module, batch: int, length: int, tokens: int) -> Prompts:
+def random_prompts(model: nn.Module, batch: int, length: int, tokens: int) -> PromptBatch:
     """Random ids [batch, length]; every other prompt is shorter by a third, and padded on the left."""
     vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     ids = torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1::2, : length // 3] = 0
-    return Prompts({"input_ids": ids, "attention_mask": mask}, tokens)
+    return PromptBatch({"input_ids": ids, "attention_mask": mask}, tokens)
 
 
-def _generate(model: Any, prompts: Prompts, ids: Tensor | None) -> Tensor:
+def _generate(model: Any, prompts: PromptBatch, ids: Tensor | None) -> Tensor:
     """The ids of greedy generation by ``model``, which are made to be ``ids`` where those are given."""
     given: dict[str, Any] = {}
     if ids is not None:
@@ -69,7 +69,7 @@ def _generate(model: Any, prompts: Prompts, ids: Tensor | None) -> Tensor:
 
 
 def _eager(
-    model: nn.Module, prompts: Prompts, ids: Tensor | None = None, dtype: torch.dtype | None = None
+    model: nn.Module, prompts: PromptBatch, ids: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> tuple[list[Tensor], Tensor]:
     """By a copy of the untouched model in this process, in eager mode, with parameters of floating point in ``dtype``:
     the logits [B, V] from which each token was chosen, and all ids [B, P + tokens]."""
@@ -160,7 +160,12 @@ class _SimulatedForwards(Forwards[_SimulatedCache]):
 
 
 def compare_generation(
-    model: nn.Module, prompts: Prompts, make: Make, mesh: Mesh, dtype: torch.dtype | None, notes: tuple[str, ...] = ()
+    model: nn.Module,
+    prompts: PromptBatch,
+    make: Make,
+    mesh: Mesh,
+    dtype: torch.dtype | None,
+    notes: tuple[str, ...] = (),
 ) -> VerifyReport:
     """Generate from ``prompts`` in eager mode and by the programs that ``make`` makes on all ranks of ``mesh``; with
     ``dtype`` parameters are used in that."""

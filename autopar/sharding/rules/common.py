@@ -36,6 +36,13 @@ def normalized(dims: int | Iterable[int] | None, ndim: int) -> tuple[int, ...]:
     return tuple(d % ndim for d in given) if given and ndim else tuple(range(ndim))
 
 
+def contiguous_args(local: Local, *positions: int) -> dict[str, Any]:
+    """The tensors at ``positions`` of an operator's arguments as `Local.default` takes them, with the elements of a
+    rank's piece in the order of its dims: some kernels take no other, or read it as if it was so (torch 2.13)."""
+    given = {p: local.call.args[p] for p in positions if isinstance(local.call.args[p], Arg)}
+    return {f"arg{p}": local.emit(aten.contiguous.default, local.substitute(a)) for p, a in given.items()}
+
+
 def linear_args(call: OpCall, *groups: Sequence[int]) -> list[tuple[int, ...]]:
     """Groups of argument positions as groups of operands. Only floating tensors can be `Partial`: a group that holds
     anything else (``x + 1`` is not linear in x), or whose result is not floating, is dropped."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from autopar.sharding.rule import Local, OpCall, Rule, make_rule
-from autopar.sharding.rules.common import aten, dim_by_dim, names, normalized
+from autopar.sharding.rule import OpCall, Rule, make_rule
+from autopar.sharding.rules.common import aten, contiguous_args, dim_by_dim, names, normalized
 from autopar.sharding.rules.registry import register
 
 
@@ -19,12 +17,10 @@ def pointwise(call: OpCall) -> Rule | None:
 def view_as_complex(call: OpCall) -> Rule:
     """[..., 2] to [...]"""
     dims = names("d", len(call.results[0].shape))
-
-    def localize(local: Local) -> Any:
-        # pairs have to lie side by side: of what a product leaves (or a copy that was taken out), they need not
-        return local.default(arg0=local.emit(aten.contiguous.default, local.operands[0]))
-
-    return make_rule(call, [(*dims, ())], [dims], localize=localize)
+    # pairs have to lie side by side: of what a product leaves (or a copy that was taken out), they need not
+    return make_rule(
+        call, [(*dims, ())], [dims], localize=lambda local: local.default(**contiguous_args(local, 0))
+    )
 
 
 @register(aten.view_as_real.default)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.sharding.rule import Arg, Dims, Local, OpCall, Rule, make_rule
-from autopar.sharding.rules.common import aten, linear_args
+from autopar.sharding.rules.common import aten, contiguous_args, linear_args
 from autopar.sharding.rules.registry import register
 
 _CHANNELS: Dims = (("g", "c"),)
@@ -27,11 +27,6 @@ def _counts(local: Local, first: int, groups: int) -> dict[str, Any]:
     return {f"arg{first}": shape[0], f"arg{first + 1}": shape[1], f"arg{first + 3}": groups // pieces}
 
 
-def _contiguous(local: Local, positions: tuple[int, ...]) -> dict[str, Any]:
-    given = {p: local.call.args[p] for p in positions if isinstance(local.call.args[p], Arg)}
-    return {f"arg{p}": local.emit(aten.contiguous.default, local.substitute(a)) for p, a in given.items()}
-
-
 @register(aten.native_group_norm.default)
 def group_norm(call: OpCall) -> Rule | None:
     """(input, weight, bias, N, C, HxW, group, eps) -> output, mean and rstd [N, group]"""
@@ -44,7 +39,7 @@ def group_norm(call: OpCall) -> Rule | None:
         [image, _STATISTICS, _STATISTICS],
         fixed=("c",),
         sizes=_sizes(call, call.args[4], groups),
-        localize=lambda local: local.default(**_counts(local, 3, groups), **_contiguous(local, (0, 1, 2))),
+        localize=lambda local: local.default(**_counts(local, 3, groups), **contiguous_args(local, 0, 1, 2)),
     )
 
 
@@ -64,5 +59,5 @@ def group_norm_backward(call: OpCall) -> Rule | None:
         fixed=("c",),
         sizes=_sizes(call, call.args[6], groups),
         linear=linear_args(call, (0,)),
-        localize=lambda local: local.default(**_counts(local, 5, groups), **_contiguous(local, (0, 1, 2, 3, 4))),
+        localize=lambda local: local.default(**_counts(local, 5, groups), **contiguous_args(local, 0, 1, 2, 3, 4)),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.sharding.rule import Local, OpCall, Rule, make_rule, rule
-from autopar.sharding.rules.common import aligned, aten, linear_args, names, once
+from autopar.sharding.rules.common import aligned, aten, contiguous_args, linear_args, names, once
 from autopar.sharding.rules.contract import localize_einsum
 from autopar.sharding.rules.registry import register
 
@@ -61,10 +61,7 @@ def cdist_backward(call: OpCall) -> Rule:
         [first],
         reduced={"r": "sum"},
         linear=linear_args(call, (0,)),
-        # torch 2.13 reads the distances as if they were contiguous
-        localize=lambda local: local.default(
-            **{f"arg{p}": local.emit(aten.contiguous.default, local.substitute(call.args[p])) for p in (0, 1, 2, 4)}
-        ),
+        localize=lambda local: local.default(**contiguous_args(local, 0, 1, 2, 4)),
     )
 
 

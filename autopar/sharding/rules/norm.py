@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from autopar.sharding.rule import Dims, Local, OpCall, Rule, make_rule
-from autopar.sharding.rules.common import aten, dim_by_dim, linear_args, names, normalized
+from autopar.sharding.rule import Dims, OpCall, Rule, make_rule
+from autopar.sharding.rules.common import aten, contiguous_args, dim_by_dim, linear_args, names, normalized
 from autopar.sharding.rules.registry import register
 
 
@@ -35,13 +33,10 @@ def layer_norm_backward(call: OpCall) -> Rule:
     results = [dims if i == 0 and wants_input else ((),) * len(spec.shape) for i, spec in enumerate(call.results)]
     reduced = {f: "sum" for factors in dims for f in factors}
 
-    def localize(local: Local) -> Any:
-        # torch 2.13 reads mean and rstd as if they were contiguous
-        return local.default(
-            **{f"arg{p}": local.emit(aten.contiguous.default, local.substitute(call.args[p])) for p in (3, 4)}
-        )
-
-    return make_rule(call, operands, results, reduced=reduced, linear=linear_args(call, (0,)), localize=localize)
+    return make_rule(
+        call, operands, results, reduced=reduced, linear=linear_args(call, (0,)),
+        localize=lambda local: local.default(**contiguous_args(local, 3, 4)),
+    )  # fmt: skip
 
 
 @register(aten._log_softmax.default, aten._safe_softmax.default, aten._softmax.default)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.sharding.rule import Local, OpCall, Rule, make_rule
-from autopar.sharding.rules.common import aten, dim_by_dim, linear_args
+from autopar.sharding.rule import OpCall, Rule, make_rule
+from autopar.sharding.rules.common import aten, contiguous_args, dim_by_dim, linear_args
 from autopar.sharding.rules.registry import register
 
 # Operators and how many dims of positions they have. All of their tensors have the same dims.
@@ -65,12 +65,10 @@ def linear_spatial(call: OpCall) -> Rule:
 @register(aten.adaptive_max_pool3d_backward.default)
 def adaptive_max_pool3d_backward(call: OpCall) -> Rule:
     """(grad, self, indices)"""
-
-    def localize(local: Local) -> Any:
-        # torch 2.13 reads the indices as if they were contiguous
-        return local.default(arg2=local.emit(aten.contiguous.default, local.operands[2]))
-
-    return dim_by_dim(call, _last(call, 3), linear=linear_args(call, (0,)), localize=localize)
+    return dim_by_dim(
+        call, _last(call, 3), linear=linear_args(call, (0,)),
+        localize=lambda local: local.default(**contiguous_args(local, 2)),
+    )  # fmt: skip
 
 
 @register(aten._upsample_bicubic2d_aa_backward.default, aten._upsample_bilinear2d_aa_backward.default)

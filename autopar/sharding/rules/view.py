@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from autopar.sharding.rule import Dims, Local, OpCall, Rule, make_rule
-from autopar.sharding.rules.common import aten, dim_by_dim, linear_args, names, normalized, takes_every, without
+from autopar.sharding.rules.common import (
+    aten,
+    contiguous_args,
+    dim_by_dim,
+    linear_args,
+    names,
+    normalized,
+    takes_every,
+    without,
+)
 from autopar.sharding.rules.registry import register
 
 
@@ -141,18 +150,13 @@ def repeat(call: OpCall) -> Rule:
     return make_rule(call, [operand], [dims], linear=linear_args(call, (0,)), localize=localize)
 
 
-def _contiguous(local: Local) -> Any:
-    """The operator on its first operand, whose elements lie in the order of its dims."""
-    return local.default(arg0=local.emit(aten.contiguous.default, local.operands[0]))
-
-
 @register(aten.view.dtype)
 def view_dtype(call: OpCall) -> Rule:
     """The bits of every element as another dtype; where that is of another size, the last dim has more or fewer."""
     (source,), (result,) = call.operands, call.results
     dims = names("d", len(source.shape))
     dims = without(dims, [] if source.shape == result.shape else [len(dims) - 1])
-    return make_rule(call, [dims], [dims], localize=_contiguous)
+    return make_rule(call, [dims], [dims], localize=lambda local: local.default(**contiguous_args(local, 0)))
 
 
 def _copied(local: Local, **replaced: Any) -> Any:
