@@ -204,6 +204,11 @@ class Plan:
         return sum(self.peak.values())
 
     @property
+    def infers(self) -> bool:
+        """Whether it is for inference: no gradients, no optimizer, no micro-batches."""
+        return self.workload.get("mode") == "infer"
+
+    @property
     def needed_memory(self) -> int:
         """Bytes a device that a run needs: those of a step, or of the prompts before it where they need more."""
         return self.peak_memory if self.prefill is None else max(self.peak_memory, self.prefill.memory)

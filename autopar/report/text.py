@@ -59,7 +59,7 @@ def _summary(plan: Plan) -> Table:
     def rows() -> Iterator[tuple[str, str]]:
         """What it is, and how it is here."""
         yield "Plan", f"{plan.model} on {Cluster.from_dict(plan.cluster)} ({plan.world_size} ranks)"
-        said = {key: value for key, value in plan.workload.items() if not (infers(plan) and key == "optimizer")}
+        said = {key: value for key, value in plan.workload.items() if not (plan.infers and key == "optimizer")}
         if given := [f"{key} {value}" for key, value in said.items() if value is not None]:
             yield "Workload", ", ".join(given)
         if plan.hints:
@@ -70,7 +70,7 @@ def _summary(plan: Plan) -> Table:
             yield "Pipeline", f"{len(plan.stages)} stages, {chunks} a rank of pp, by the schedule {plan.schedule}"
         yield "Storage", storage_text(plan)
         first = ", all forwards before the first backward" if plan.forwards_first else ""
-        if not infers(plan):
+        if not plan.infers:
             yield "Micro-batches", f"{plan.num_micro_batches} of {plan.micro_batch_size} sequences{first}"
             yield "Recompute", plan.recompute
         yield "Step time", f"{seconds_text(plan.step_time)}: {_parts(plan.breakdown)}"
@@ -92,18 +92,13 @@ def _generation(plan: Plan, first: Prefill) -> str:
     return f"{rate}; prompts as long, all at once, take {takes}"
 
 
-def infers(plan: Plan) -> bool:
-    """Whether a plan is for inference: no gradients, no optimizer, no micro-batches."""
-    return plan.workload.get("mode") == "infer"
-
-
 def storage_text(plan: Plan) -> str:
     """What ZeRO splits, over what, and how long copies live."""
     size, dp, cp = plan.zero_group_size, plan.degrees["dp"], plan.degrees["cp"]
     over = "dp" if size is None else f"groups of {size} ranks of dp"
     kept = "" if plan.reshard_after_forward else "; what is gathered lives from forward to backward"
     replicas = "" if size is None or plan.zero == 0 else f"; {dp // size} groups have replicas"
-    words = _ZERO_OF_INFERENCE if infers(plan) else _ZERO
+    words = _ZERO_OF_INFERENCE if plan.infers else _ZERO
     return words[plan.zero].format(over if cp == 1 else f"{over} and cp") + kept + replicas
 
 
@@ -146,7 +141,7 @@ def _memory(plan: Plan) -> Table:
     limit, origin = memory_limit(plan)
     peak = plan.peak_memory
     every = dict.fromkeys((*plan.memory, *plan.peak))
-    kinds = [kind for kind in every if not infers(plan) or plan.memory.get(kind) or plan.peak.get(kind)]
+    kinds = [kind for kind in every if not plan.infers or plan.memory.get(kind) or plan.peak.get(kind)]
     rows = [(kind, *(bytes_text(part.get(kind, 0)) for part in (plan.memory, plan.peak)), "") for kind in kinds]
     rows.append(("total", "", bytes_text(peak), f"{share_text(peak / limit)} of the {bytes_text(limit)} {origin}"))
     if plan.prefill is not None:

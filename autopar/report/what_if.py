@@ -74,7 +74,7 @@ def decision_text(plan: Plan) -> str:
     degrees = [f"{axis} {n}" for axis, n in plan.degrees.items() if n > 1] or ["one rank"]
     groups = f" in groups of {plan.zero_group_size}" if plan.zero_group_size else ""
     first = [" x ".join(degrees), f"ZeRO {plan.zero}{groups}"]
-    if plan.workload.get("mode") == "infer":
+    if plan.infers:
         return ", ".join([*first, f"{plan.micro_batch_size} sample{'s' if plan.micro_batch_size > 1 else ''} a rank"])
     parts = [
         *first,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from autopar.cluster import Cluster
 from autopar.report.binding import memory_limit
 from autopar.report.html.markup import Markup, cell, grid, number, section, swatch, tag
-from autopar.report.text import infers
 from autopar.report.units import bytes_text, share_text
 from autopar.schedule import stage_ranks
 
@@ -135,7 +134,7 @@ def _sum(name: str, count: int, limit: int, words: str) -> Markup:
 def _kinds(plan: Plan) -> list[str]:
     """What there is; a plan to infer has nothing that only training keeps."""
     every = dict.fromkeys((*plan.memory, *plan.peak))
-    return _ordered(k for k in every if not infers(plan) or plan.memory.get(k) or plan.peak.get(k))
+    return _ordered(k for k in every if not plan.infers or plan.memory.get(k) or plan.peak.get(k))
 
 
 def _ordered(kinds: Iterable[str]) -> list[str]:

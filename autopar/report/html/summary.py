@@ -10,7 +10,7 @@ from autopar.cluster import Cluster
 from autopar.report.binding import memory_limit
 from autopar.report.html.figures import count_text, mfu, work_of
 from autopar.report.html.markup import Markup, tag
-from autopar.report.text import infers, storage_text
+from autopar.report.text import storage_text
 from autopar.report.units import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def tiles(plan: Plan) -> Markup:
     limit, origin = memory_limit(plan)
     work, unit = work_of(plan)
     count = plan.num_micro_batches
-    parts = "without a backward" if infers(plan) else f"{count} micro-batch{'es' if count > 1 else ''}"
+    parts = "without a backward" if plan.infers else f"{count} micro-batch{'es' if count > 1 else ''}"
     shown = [("Step time", seconds_text(plan.step_time), parts)]
     if work:
         rate = work / plan.step_time
@@ -107,7 +107,7 @@ def _chosen(plan: Plan) -> Iterator[str]:
         yield f"{len(plan.stages)} stages, {chunks} a rank, run by the schedule {plan.schedule}."
     stored = storage_text(plan)
     yield f"{stored[0].upper()}{stored[1:]}."
-    if infers(plan):
+    if plan.infers:
         return
     count, size = plan.num_micro_batches, plan.micro_batch_size
     parts = f"{count} micro-batch{'es' if count > 1 else ''} of {size} sequence{'s' if size > 1 else ''}"
